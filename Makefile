@@ -18,7 +18,7 @@ SLURM_SHAPE ?= --nodes 2
 SLURM := tests/integrations/slurm/cluster
 EXTRAS_BIN := .venv-extras/bin
 EXTRAS_READY := .venv-extras/.ready
-EXTRAS := dev,torchvision,timm,mlflow,wandb,onnx
+EXTRAS := dev,torchvision,timm,mlflow,wandb,onnx,parquet
 BENCH_BIN := .venv-bench/bin
 BENCH_READY := .venv-bench/.ready
 DOCS_BIN := .venv-docs/bin
@@ -27,9 +27,10 @@ FLOWS_BIN := .venv-flows/bin
 FLOWS_READY := .venv-flows/.ready
 QUICK_TESTS := not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal and not fuzz and not long and not guides
 EXTRAS_TESTS := $(addprefix tests/,models/test_external_models.py models/test_external_recipes.py models/test_models.py \
-	models/test_timm_equality.py data/test_picture_ops.py metrics/test_sinks.py cli/test_export.py)
+	models/test_timm_equality.py data/test_picture_ops.py metrics/test_sinks.py cli/test_export.py \
+	data/test_parquet.py)
 FLOWS_TESTS := $(addprefix tests/,integrations/metaflow integrations/runnable \
-	integrations/test_conformance.py checkpoints/test_object_stores.py) $(wildcard tests/integrations/kubernetes/test_kubernetes*.py)
+	integrations/test_conformance.py checkpoints/test_object_stores.py data/test_s3_data.py) $(wildcard tests/integrations/kubernetes/test_kubernetes*.py)
 
 .PHONY: help setup train test coverage docs test-docs test-course test-guides test-terminal terminal-install test-extras test-faults test-long test-fuzz test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
 .DEFAULT_GOAL := help

@@ -2,18 +2,22 @@
 
     python benchmarks/augment.py            # needs torchvision; one CPU thread, in turn, CPU time
 
-A DataLoader's workers apply torchvision to single pictures, so its time per batch is the sum over the pictures. Both
-sides use one thread and are timed in turn, `ROUNDS` times; the table has the median and the range.
+A DataLoader's workers apply torchvision to single pictures, so its time per batch is the sum over the pictures. With as
+many workers, or ranks of Paceline, as cores, each core does this work for its part of the pictures: so the CPU time of
+one thread is compared. Both sides are timed in turn, `ROUNDS` times; the table has the median and the range. Both draw
+new choices in each round. torchvision's conversion to tensors and the collation of a batch are not counted.
 """
 
 from __future__ import annotations
 
+import itertools
 import platform
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from paceline.data.draws import draw_bits
 from paceline.data.policies import rand_augment, trivial_augment
@@ -36,13 +40,18 @@ def main() -> None:
     torch.set_num_threads(1)
     pictures = torch.randint(0, 256, (PICTURES, 3, SIDE, SIDE), dtype=torch.uint8)
     as_pil = [v2.functional.to_pil_image(picture) for picture in pictures]
-    bits = draw_bits(torch.arange(PICTURES), 1)
+    rounds = itertools.count()
+
+    def draw() -> Tensor:
+        """New choices in every round, as in every epoch of training; torchvision draws them in its calls, too."""
+        return draw_bits(torch.arange(PICTURES), next(rounds))
+
     theirs, trivial = v2.RandAugment(2, 9), v2.TrivialAugmentWide()
     works: dict[str, Callable[[], object]] = {
-        "RandAugment, Paceline": lambda: rand_augment(pictures, bits, 2, 9, 0.0),
+        "RandAugment, Paceline": lambda: rand_augment(pictures, draw(), 2, 9, 0.0),
         "RandAugment, torchvision v2, tensors": lambda: [theirs(picture) for picture in pictures],
         "RandAugment, torchvision v2, PIL": lambda: [theirs(picture) for picture in as_pil],
-        "TrivialAugment, Paceline": lambda: trivial_augment(pictures, bits),
+        "TrivialAugment, Paceline": lambda: trivial_augment(pictures, draw()),
         "TrivialAugment, torchvision v2, tensors": lambda: [trivial(picture) for picture in pictures],
         "TrivialAugment, torchvision v2, PIL": lambda: [trivial(picture) for picture in as_pil],
     }

@@ -3,8 +3,9 @@
     python benchmarks/speedrun.py --data-dir data --seeds 30 --output benchmarks/results/speedrun-DATE.md
     python benchmarks/speedrun.py --recipe cifar10-96 --seeds 3 --no-shell
 
-Seeds run one after the other in this process. Each is a complete run with metrics, checkpoints and guards. `training`
-is the time from the first step to the last, without compilation. The shell time is the time of `paceline train` in a
+Seeds run one after the other in this process. Each is a complete run with metrics, checkpoints and guards. Two clocks,
+both without compilation: from the first step to the last, and with the set-up from the data (whitening) and the final
+test, as airbench and the published records count. The shell time is the time of `paceline train` in a
 new process until it prints its test accuracy: cold (no compiled code in the cache), then warm.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.metrics.flops import count_flops
+from paceline.metrics.ceiling import count_flops
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
 from paceline.runtime.detect import ALONE, build_world
@@ -43,7 +44,8 @@ def run_seed(recipe: str, flags: list[str], seed: int, folder: Path) -> dict[str
     flops = count_flops(config.model, (3, 32, 32), 10).per_sample or float("nan")
     return {
         "accuracy": results["test_accuracy"],
-        "seconds": results["process_metrics"][0]["seconds_to_last_step"],
+        "seconds": results["clocks"]["first_to_last_step_seconds"],
+        "published_seconds": results["clocks"]["set_up_steps_and_test_seconds"],
         "saved_seconds": results["training_seconds"],
         "tflop": flops * results["samples_seen"] / 1e12,
     }
@@ -96,12 +98,15 @@ def main() -> None:
             print(f"seed {seed}: {runs[-1]['accuracy']:.2%} in {runs[-1]['seconds']:.3f} s", flush=True)
     accuracies, seconds = [run["accuracy"] for run in runs], sorted(run["seconds"] for run in runs)
     saved = [run["saved_seconds"] for run in runs]
+    published = sorted(run["published_seconds"] for run in runs)
     lines += [
         f"- accuracy over {len(runs)} seeds: mean {statistics.fmean(accuracies):.3%},"
         f" standard deviation {statistics.stdev(accuracies) if len(runs) > 1 else 0:.3%},"
         f" {min(accuracies):.2%} to {max(accuracies):.2%}",
-        f"- training: median {statistics.median(seconds):.3f} s, {seconds[0]:.3f} to {seconds[-1]:.3f} s; until the"
-        f" last checkpoint is on disk and verified: median {statistics.median(saved):.3f} s",
+        f"- set-up, steps and test (the clock of published records): median {statistics.median(published):.3f} s,"
+        f" {published[0]:.3f} to {published[-1]:.3f} s",
+        f"- first to last step: median {statistics.median(seconds):.3f} s, {seconds[0]:.3f} to {seconds[-1]:.3f} s;"
+        f" until the last checkpoint is on disk and verified: median {statistics.median(saved):.3f} s",
         f"- arithmetic: {runs[0]['tflop']:,.0f} TFLOP in a run",
         "",
     ]

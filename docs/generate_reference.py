@@ -22,10 +22,9 @@ from paceline.cli.command import Command, commands_of
 from paceline.cli.main import VERBS
 from paceline.launch.policy import FINAL_CAUSES
 from paceline.runs.folder import RunFolder
+from paceline.settings.command_line import help_text, written
 from paceline.settings.declare import FieldSpec, collected_by, groups_of
-from paceline.settings.fields import field_table
-from paceline.settings.help import help_text, written
-from paceline.settings.schema import Config
+from paceline.settings.schema import Config, field_table
 
 PAGES = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate_reference.py: change the program, then run this script. -->\n"
@@ -35,14 +34,19 @@ EXIT_CODES = {
     "EXIT_FINISHED": ("finished", "All work is done, or there was nothing to do."),
     "EXIT_DIFFERENT": (
         "negative answer",
-        "`compare`, `equivalence`: the runs differ. `study`, `sweep`: a cell failed. `doctor`: a check failed. "
-        "`course check`: the answer is not right yet.",
+        "`compare`, `bisect`, `equivalence`: the runs differ. `verify`: the run differs from its receipt. `study`, "
+        "`sweep`: a cell failed. `doctor`: a check failed. `course check`: the answer is not right yet.",
     ),
     "EXIT_USER": ("user error", "A flag, a recipe or a path is wrong; usually found before any work starts."),
     "EXIT_DATA": ("data", "A data set or a weights file is missing, truncated or unreadable."),
     "EXIT_CHECKPOINT": ("checkpoint", "A checkpoint cannot be written, found or trusted, or belongs to another run."),
     "EXIT_NON_FINITE": ("not finite", "A loss or a gradient is NaN or infinite."),
     "EXIT_HANG": ("hang", "A rank made no progress, and restarts did not help; `stacks/` shows where."),
+    "EXIT_CORRUPTION": (
+        "wrong bits",
+        "`--audit` found a rank that computes wrong bits, and the run cannot continue without its machine; "
+        "`exclude.txt` names it.",
+    ),
     "EXIT_OWNER_LOST": ("owner lost", "Another start has taken over the run; this one stopped writing and ended."),
     "EXIT_INTERNAL": ("internal", "A rank died too often without progress, or Paceline has a bug."),
     "EXIT_PREEMPTED": (
@@ -62,9 +66,12 @@ RUN_FILES = {
     "data.json": "what the data was: numbers of samples, checksums, and changes accepted by `--accept-new-data`",
     "status.json": "running, preempted (by a signal), stopped (by Ctrl-C), finished or failed; step, time left, reason",
     "run.lock": "the owner of the run: host, process, start time, and the id that its ranks have too",
+    "steps.f64": "loss and gradient norm of every step: two little-endian float64 each",
+    "checkpoints.jsonl": "SHA-256 hashes of every checkpoint that was saved, also of those that were dropped",
+    "receipt.json": "a chain of hashes over the whole run, for [`paceline verify`](../guides/trust.md)",
     "metrics.jsonl": "a row per log interval, and per epoch and phase; other metrics files are made from it",
     "metrics.csv": "epoch, phase, loss, accuracy, throughput",
-    "results.json": "the results over all ranks: task, metrics, times, limits, SHA-256 of the weights",
+    "results.json": "the results over all ranks: task, metrics, times, start-up, limits, SHA-256 of the weights",
     "examples.json": "pictures for the report",
     "report.html": "the run on one page, which needs no network",
     "tensorboard/": "`{phase}/{loss,accuracy,throughput}` for TensorBoard",
@@ -75,6 +82,8 @@ RUN_FILES = {
     "traceback, the last lines of its log",
     "failures.jsonl": "all failures",
     "faults.jsonl": "the faults that `--inject` has caused so far",
+    "audit.jsonl": "what `--audit` found: rank, host, device, step, first wrong tensor",
+    "exclude.txt": "the hosts that computed wrong bits, for `sbatch --exclude=$(cat exclude.txt)`",
     "requeues.jsonl": "each requeue of the Slurm job",
     "profile/": "`rank-N.json.gz`, traces for ui.perfetto.dev, and `top.txt`, with `--profile`",
     "bad-batches/": "batches with a loss or gradient that was not finite, as safetensors with sample numbers",
@@ -91,6 +100,7 @@ OTHER_RUN_FILES = {
     "initial.safetensors": "the weights of a model that was given to `paceline.train` as an instance",
     "notes.json": "tags and note from `paceline runs tag` and `note`",
     "evaluation.json": "the result of `paceline evaluate`",
+    "receipt.json.sig": "the signature of the receipt, by `paceline sign`",
     "run.owner": "replaces `run.lock` on file systems without locks",
     ".members/": "a record for the owner and for each rank: host, process, start time",
     "export-FORMAT/": "written by `paceline export`: the model, `preprocessing.json`, labels, `card.md`",
@@ -219,7 +229,7 @@ def files() -> str:
                         "~/.cache/paceline/weights/": "published weights that were downloaded",
                         "~/.cache/paceline/bytecode/": "Python's compiled modules, if Python cannot"
                         " store them elsewhere ([why](../decisions/0016-bytecode-in-our-cache.md))",
-                        "packed.json, *.u8": "a packed data set ([data](../guides/own-data.md))",
+                        "packed.json, *.u8, *.enc": "a packed data set ([data](../guides/own-data.md))",
                     }
                 ),
             ]

@@ -1,5 +1,6 @@
 // A table that is wider than its page shows each row as a list: the name of a column, then its value.
 // Short code in a sentence stays in one line: a flag is not divided at its hyphens.
+// Comments that are aligned in a column move to their commands where the lines are too long for the page.
 "use strict";
 
 const TABLES = ".md-typeset table:not([class])";
@@ -22,9 +23,31 @@ function fitTables() {
   }
 }
 
+function textsOf(element) {
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+  const texts = [];
+  while (walker.nextNode()) texts.push(walker.currentNode);
+  return texts;
+}
+
+function fitComments() {
+  for (const code of document.querySelectorAll(".md-typeset pre > code")) {
+    for (const text of textsOf(code)) {
+      text.aligned ??= text.data;
+      text.data = text.aligned;
+    }
+    code.style.whiteSpace = "pre";
+    const isTooWide = code.scrollWidth > code.clientWidth + 1;
+    code.style.whiteSpace = "";
+    if (isTooWide) for (const text of textsOf(code)) text.data = text.aligned.replace(/ {3,}(?=# )/g, "  ");
+  }
+}
+
 for (const code of document.querySelectorAll(".md-typeset :not(pre) > code")) {
   if (code.textContent.length <= SHORT_CODE) code.style.whiteSpace = "nowrap";
 }
 document.querySelectorAll(TABLES).forEach(nameCells);
 fitTables();
+fitComments();
 addEventListener("resize", fitTables);
+addEventListener("resize", fitComments);

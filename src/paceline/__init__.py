@@ -13,13 +13,12 @@ from paceline import errors
 
 if TYPE_CHECKING:
     from paceline.library.compare import Comparison, compare
-    from paceline.library.cross_validate import CrossValidation, cross_validate
     from paceline.library.epochs import STOP, Epoch
     from paceline.library.predictions import Prediction
     from paceline.library.run import Run, load_run
     from paceline.library.study import Study, study
     from paceline.library.table import Table
-    from paceline.library.train import plan, train
+    from paceline.library.train import CrossValidation, cross_validate, plan, train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,22 +39,21 @@ __all__ = [
     "train",
 ]
 
-_HOMES = {
+_MODULES = {
     **{"Comparison": "compare", "compare": "compare"},
-    **{"CrossValidation": "cross_validate", "cross_validate": "cross_validate"},
     **{"Epoch": "epochs", "STOP": "epochs"},
     "Prediction": "predictions",
     **{"Run": "run", "load_run": "run"},
     **{"Study": "study", "study": "study"},
     "Table": "table",
-    **{"plan": "train", "train": "train"},
+    **{"plan": "train", "train": "train", "CrossValidation": "train", "cross_validate": "train"},
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"paceline.library.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"paceline.library.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -20,6 +20,7 @@ EXIT_CHECKPOINT = 4
 EXIT_NON_FINITE = 5
 EXIT_HANG = 6
 EXIT_OWNER_LOST = 7
+EXIT_CORRUPTION = 8
 EXIT_INTERNAL = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
@@ -34,6 +35,7 @@ class Cause(StrEnum):
     DATA = "data"  # a data set or a weights file is missing, truncated or unreadable
     CHECKPOINT = "checkpoint"  # a checkpoint cannot be written, found or trusted
     BAD_NUMBERS = "bad-numbers"  # the loss or a gradient is not finite
+    CORRUPTION = "corruption"  # an audit found a rank that computes wrong bits; it is left out
     OWNER_LOST = "owner-lost"  # another process owns the run folder now
     PREEMPTED = "preempted"  # a user or a scheduler requested the end
     RENDEZVOUS = "rendezvous"  # ranks or nodes did not find each other at the start
@@ -154,6 +156,17 @@ class NonFiniteError(PacelineError):
     cause = Cause.BAD_NUMBERS
 
 
+class CorruptionError(PacelineError):
+    """An audit found gradients that other ranks do not confirm."""
+
+    exit_code = EXIT_CORRUPTION
+    cause = Cause.CORRUPTION
+    rank: int | None = None  # the faulty one; None: the audit cannot tell
+
+    def to_json(self) -> dict[str, object]:
+        return {**super().to_json(), "rank": self.rank}
+
+
 class OwnerLost(PacelineError):
     """Another process owns the run now. Nothing more may be written."""
 
@@ -161,7 +174,10 @@ class OwnerLost(PacelineError):
     cause = Cause.OWNER_LOST
 
 
-_KINDS = {kind.__name__: kind for kind in (UserError, DataError, CheckpointError, Preempted, NonFiniteError, OwnerLost)}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (UserError, DataError, CheckpointError, Preempted, NonFiniteError, CorruptionError, OwnerLost)
+}
 
 
 def error_kind(exit_code: int) -> type[PacelineError]:
@@ -175,6 +191,8 @@ def error_from_json(content: dict[str, Any]) -> PacelineError:
     parts = {name: content[name] for name in ("where", "got", "allowed", "hint")}
     error = kind(content["what"], **parts, cause=Cause(content["cause"]))
     error.exit_code = int(content["exit_code"])
+    if isinstance(error, CorruptionError):
+        error.rank = content.get("rank")
     return error
 
 

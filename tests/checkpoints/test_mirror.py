@@ -21,8 +21,7 @@ from paceline.checkpoints.format import FileSeal, Manifest, add_checksum, parse_
 from paceline.checkpoints.mirror import mirrored
 from paceline.errors import CheckpointError, UserError
 from paceline.runs.folder import RunFolder
-from paceline.runs.mirror_note import MirrorNote, read_note
-from paceline.runs.stores import Store, StoreError, local_path, open_store, split_checkpoint
+from paceline.runs.stores import MirrorNote, Store, StoreError, local_path, open_store, read_note, split_checkpoint
 from paceline.settings.load import load_config
 
 URL = "memory://run"
@@ -347,7 +346,7 @@ def test_a_failing_store_is_reported_once_and_again_when_it_has_caught_up(
     folder = new_run()
     MirrorNote(URL).write(folder.path)
     save(folder, 1)
-    monkeypatch.setattr(uploader, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(uploader, "_POLL_EVERY_S", 0.01)
     said: list[str] = []
     failures = 3
 
@@ -380,7 +379,7 @@ def test_a_file_missing_in_the_store_is_uploaded_again_at_the_end(
     lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The final message describes the files in the store at the end, not the files that were uploaded."""
-    monkeypatch.setattr(uploader, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(uploader, "_POLL_EVERY_S", 0.01)
     folder = new_run()
     save(folder, 1, is_best=True)
     with mirrored(folder):

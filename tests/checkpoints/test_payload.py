@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from paceline.checkpoints.capture import Stage, model_tensors, restore_model
-from paceline.checkpoints.extra_state import decode_extra_state, encode_extra_state
+from paceline.checkpoints.capture import Stage, decode_extra_state, encode_extra_state, model_tensors, restore_model
 from paceline.checkpoints.format import Manifest, check_headers, check_sizes
 from paceline.checkpoints.payload import DTYPES, Box, PayloadReader, Piece, fill_whole, write_pieces
 from paceline.errors import CheckpointError, UserError

@@ -27,9 +27,8 @@ from paceline.checkpoints.mirror import StoreMirror
 from paceline.checkpoints.uploader import CheckpointUploader
 from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
-from paceline.runs.mirror_note import MirrorNote, read_note
 from paceline.runs.owner import new_owner
-from paceline.runs.stores import Store, StoreError, local_path, open_store
+from paceline.runs.stores import MirrorNote, Store, StoreError, local_path, open_store, read_note
 
 __all__ = ["in_an_empty_store"]  # a fixture for every test here
 

@@ -34,7 +34,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_interrupt_inside_exec_keeps_its_exit_code(tmp_path: Path) -> None:
     # Dataclasses use exec. Python itself would end by the signal, for any return value of main.
     program = """
-import paceline.launch.rank_exit, paceline.metrics.screen  # loaded later, they would hide it
+import paceline.launch.causes, paceline.metrics.screen  # loaded later, they would hide it
 import paceline.cli.main as m
 m._dispatch = lambda given: exec("raise KeyboardInterrupt")
 m.console_main()

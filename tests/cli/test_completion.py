@@ -12,8 +12,8 @@ from harness.made_runs import make_run
 from paceline.cli.completion import complete
 from paceline.cli.main import VERBS, main
 from paceline.runs.notes import Notes, write_notes
-from paceline.settings.fields import field_table
 from paceline.settings.recipe_file import shipped_recipes
+from paceline.settings.schema import field_table
 
 RECIPES = list(shipped_recipes())
 
@@ -37,9 +37,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "shapes-cnn", ""], []),
         (["train", "cifar10-c"], ["cifar10-cnn"]),
         (["train", "--global-b"], ["--global-batch-size"]),
-        (["train", "shapes-cnn", "--strategy", ""], ["auto", "single", "ddp", "fsdp"]),
+        (["train", "shapes-cnn", "--strategy", ""], ["auto", "single", "ddp", "fsdp", "hsdp"]),
         (["train", "--strategy", "=", "dd"], ["ddp"]),
-        (["train", "--strategy", "="], ["auto", "single", "ddp", "fsdp"]),
+        (["train", "--strategy", "="], ["auto", "single", "ddp", "fsdp", "hsdp"]),
         (["train", "--resume", ""], ["auto", "runs/two words", "runs/one"]),
         (["train", "--qui"], ["--quiet"]),
         (["train", "--no-am"], ["--no-amp"]),

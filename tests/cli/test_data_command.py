@@ -106,7 +106,7 @@ def test_check_names_the_damaged_shard_and_training_does_not_start_on_a_short_on
         (["pack", "pictures", "packed", "--workers"], ["--workers needs a value"]),
         (["check", "nowhere"], ["nowhere", "fashion-mnist"]),
         (["check"], ["is missing", "paceline data check"]),
-        (["fetch", "imagenet"], ["imagenet", "cifar10, fashion-mnist"]),
+        (["fetch", "imagenet"], ["imagenet", "cifar10, cifar100, fashion-mnist"]),
     ],
     ids=lambda value: (
         " ".join(value) if isinstance(value, list) and value[0] in ("pakc", "pack", "check", "fetch") else ""

@@ -156,7 +156,7 @@ WRONG = {
     "an alias of it": (["--world-size=2"], ["equivalence decides the number of processes"]),
     "one process only": (["--strategy", "single"], ["single runs on one process"]),
     "resume": (["--resume", "auto"], ["starts fresh"]),
-    "a flag of nobody": (["--epoch", "2"], ["unknown flag '--epoch'"]),
+    "an unknown flag": (["--epoch", "2"], ["unknown flag '--epoch'"]),
 }
 
 

@@ -50,7 +50,9 @@ def test_one_command_tests_exports_and_describes_a_model(workplace: Path) -> Non
     assert read_results(run)["test_accuracy"] == 1.0
     export = run / "export-safetensors"
     assert {path.name for path in export.iterdir()} >= {"model.safetensors", "card.md", "preprocessing.json"}
-    assert "| started from | weights: backbone |" in (export / "card.md").read_text()
+    card = (export / "card.md").read_text()
+    assert "| started from | weights: backbone |" in card
+    assert "| recipe | finetune |" in card
     assert json.loads((export / "labels.json").read_text()) == {"0": "bright", "1": "dark"}
     assert yaml.safe_load((run / "config.yaml").read_text())["weights"] == "none"  # nothing was downloaded
     again = paceline(*words, "--export=safetensors", "--output-dir=tuned", "--resume=auto", cwd=workplace)

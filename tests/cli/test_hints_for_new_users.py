@@ -12,7 +12,7 @@ from paceline.cli.main import main
 from paceline.data.picture_folder import find_pictures
 from paceline.data.registry import check_data_config
 from paceline.errors import DataError, UserError
-from paceline.launch.request import explain_fewer_ranks, explain_unused_data
+from paceline.launch.request import explain_fewer_ranks, explain_lost_state, explain_unused_data
 from paceline.models.external import has_random_operations
 from paceline.runs.folder import require_run_folder
 from paceline.settings.load import load_config
@@ -190,3 +190,12 @@ def test_a_resume_with_other_settings_names_the_config_of_the_run(capsys: pytest
     answer = screen(capsys, "train", "shapes-cnn", "--resume=auto", code=4)
     assert f"{run.path}/config.yaml --resume auto" in answer
     assert "--init-from" in answer
+
+
+def test_state_in_global_variables_has_a_note(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("calls = 0\n\n\ndef f(a, b):\n    global calls\n    calls += 1\n\n\ndef g(a, b): ...\n")
+    for flags in (["--loss", f"{own}:f"], ["--metrics", f"{own}:g"], ["--model-name", f"{own}:f"]):
+        assert f"{own} changes the global variables calls" in str(explain_lost_state(load_config("shapes-cnn", flags)))
+    for flags in ([], ["--dataset", f"{own}:f"], ["--loss", f"{tmp_path}/gone.py:f"], ["--loss", "focal"]):
+        assert explain_lost_state(load_config("shapes-cnn", flags)) is None

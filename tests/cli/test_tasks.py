@@ -107,8 +107,11 @@ def test_a_regression_from_training_to_export(tmp_path: Path) -> None:
     assert "acc " not in trained.out + trained.err
     values = [row["mae"] for row in library.load_run(tmp_path / "run").metrics("val")]
     assert results["best_value"] == min(values)
-    assert run("runs", cwd=tmp_path).code == 0
-    assert run("status", "run", cwd=tmp_path).code == 0
+    shown = f"mae {results['test_metrics']['mae']:.4g}"
+    assert shown in run("status", "run", cwd=tmp_path).out
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["test_metric"], status["test_value"]) == ("mae", results["test_metrics"]["mae"])
+    assert "objective task regression, loss mse, best by mae" in trained.out + trained.err
 
     run("evaluate", "run", cwd=tmp_path)
     again = json.loads((tmp_path / "run" / "evaluation.json").read_text())

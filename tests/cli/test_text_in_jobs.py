@@ -22,7 +22,7 @@ from paceline.cli.main import main
 from paceline.errors import UserError
 from paceline.integrations.kubernetes.job import KubernetesJob
 from paceline.integrations.kubernetes.manifest import build_objects, write_manifest
-from paceline.integrations.kubernetes.volumes import Volume
+from paceline.integrations.kubernetes.values import Volume
 from paceline.integrations.slurm.script import write_array_script, write_script
 from paceline.launch.job import JobSpec
 from paceline.launch.job_record import JobRecord, hide_values, read_record, write_private

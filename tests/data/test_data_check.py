@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.check import check_known
+from harness.task_data import write_pictures
+from paceline.data.check import check_known, check_tables
 from paceline.data.known_files import FASHION_MNIST_MD5
+from paceline.data.parts import has_tables
 from paceline.data.sources import cifar10, fashion_mnist
 from paceline.errors import DataError
 
@@ -83,3 +85,33 @@ def test_fashion_mnist_is_compared_with_its_checksums(tmp_path: Path, monkeypatc
     assert victim.name in failure.value.screen()
     (folder / victim.stem).write_bytes(gzip.decompress(victim.read_bytes()))
     assert "MD5 is known" in check_known("fashion-mnist", tmp_path).proof
+
+
+class NoProgress:
+    def start(self, total: int, done: int) -> None:
+        pass
+
+    def advance(self, by: int) -> None:
+        pass
+
+
+def test_tables_are_checked_with_their_pictures_and_labels(tmp_path: Path) -> None:
+    rows = {"train.csv": [("a.png", "x;y"), ("b.png", ""), ("same.png", "y")], "test.csv": [("c.png", "x")]}
+    write_pictures(tmp_path, rows)
+    (tmp_path / "c.png").write_bytes((tmp_path / "same.png").read_bytes())
+    assert has_tables(tmp_path)
+    found = check_tables(tmp_path, 1, NoProgress())
+    assert found.unreadable is None
+    text = "\n".join(found.lines)
+    assert "train.csv: 3 pictures" in text
+    assert "2 classes, 0 to 2 per picture: --task multi-label" in text
+    assert "2 (the same picture in several parts" in text
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    damaged = check_tables(tmp_path, 1, NoProgress()).unreadable
+    assert damaged is not None
+    assert "b.png" in damaged.screen()
+    write_pictures(tmp_path, {"train.csv": [("a.png", "1.5"), ("b.png", "2")], "test.csv": [("c.png", "9")]})
+    (labels,) = [line for line in check_tables(tmp_path, 1, NoProgress()).lines if line.startswith("labels")]
+    assert "numbers from 1.5 to 9: --task regression" in labels
+    (tmp_path / "train.csv").write_text("name,age\n")  # another table: this is a folder of pictures
+    assert not has_tables(tmp_path)

@@ -182,12 +182,6 @@ def test_a_validation_folder_with_other_classes(tmp_path: Path) -> None:
     check_refused(tmp_path, "bird: only in train", "cow: only in val")
 
 
-def test_a_validation_folder_is_no_test_folder(tmp_path: Path) -> None:
-    two_halves(tmp_path)
-    (tmp_path / "test").rename(tmp_path / "val")
-    check_refused(tmp_path, "no test folder", "rename val to test")
-
-
 @pytest.mark.parametrize("names", [("val", "test"), ("Training", "testing"), ("part1", "part2")])
 def test_parent_folders_of_classes_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
     """Otherwise their names would be two classes."""

@@ -20,6 +20,7 @@ from paceline.data.registry import load_dataset
 from paceline.data.sampling import Sampling
 from paceline.runtime.detect import World
 from paceline.settings.schema import DataConfig
+from paceline.settings.tasks import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 
 ONE = World(0, 1, 0, 1, "a test", "here", "cpu", "gloo", 1)
 
@@ -52,7 +53,7 @@ def test_only_equal_samples_in_training_and_test_are_reported() -> None:
     facts = look_at_data(data, train_ids, validation_ids, workers=1, progress=NoProgress())
     found = [{(place.part, place.index) for place in group} for group in facts.leaks]
     assert found == [{("train", 2), ("validation", 30)}, {("train", 8), ("test", 3)}]
-    assert [{place.label for place in group} for group in facts.conflicts] == [{0, 1}]
+    assert [{place.label for place in group} for group in facts.conflicts] == [{"a", "b"}]
     assert facts.repeats == 1
     assert facts.num_checked == 50
     assert facts.per_class == {"train": [15, 15], "validation": [5, 5], "test": [5, 5]}
@@ -83,7 +84,7 @@ def test_a_shown_input_equals_the_input_of_the_loader(mixed: dict[str, float]) -
                 (shown,) = training_inputs(data.train, pipeline, batches, sample, epoch)
                 assert torch.equal(shown.pixels, to_pixels(batch.inputs[place : place + 1], pipeline)[0])
                 target = batch.labels[place]
-                assert torch.equal(shown.shares, target if mixed else torch.eye(2)[target])
+                assert torch.equal(shown.target, target)
                 assert shown.partner == (int(batch.ids[place ^ 1]) if mixed else None)
         left_out = (set(range(40)) - set(batches.flatten().tolist())).pop()
         assert training_inputs(data.train, pipeline, batches, left_out, epoch) == []
@@ -91,8 +92,41 @@ def test_a_shown_input_equals_the_input_of_the_loader(mixed: dict[str, float]) -
 
 def test_samples_of_many_classes_are_chosen() -> None:
     labels = torch.tensor([0, 0, 0, 1, 1, 2])
-    assert choose_samples(labels, torch.arange(6), 4) == [0, 3, 5, 1]
-    assert choose_samples(labels, torch.tensor([1, 2]), 4) == [1, 2]
+    assert choose_samples(labels, torch.arange(6), 4, SINGLE_LABEL) == [0, 3, 5, 1]
+    assert choose_samples(labels, torch.tensor([1, 2]), 4, SINGLE_LABEL) == [1, 2]
+    several = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    assert choose_samples(several, torch.arange(4), 3, MULTI_LABEL) == [3, 0, 2]  # one of each combination
+    numbers = torch.tensor([[5.0], [1.0], [4.0], [2.0], [3.0]])
+    assert choose_samples(numbers, torch.arange(5), 3, REGRESSION) == [1, 4, 0]  # small, middle, large
+
+
+def test_labels_of_other_tasks_are_counted_by_class_or_by_range() -> None:
+    data = arrays(8)
+    several = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]] * 2)
+    assert isinstance(data.train, ResidentDataset)
+    train = ResidentDataset(data.train.samples, several)
+    test = ResidentDataset(data.train.samples[:2].clone(), several[1:3])  # the pixels of training, other labels
+    labelled = LoadedData(replace(data.info, task=MULTI_LABEL, num_train=8, num_test=2), train, test)
+    facts = look_at_data(labelled, torch.arange(8), torch.arange(0), workers=1, progress=NoProgress())
+    assert facts.per_class == {"train": [4, 4], "test": [1, 0]}
+    assert facts.num_samples == {"train": 8, "test": 2}
+    assert [{place.label for place in group} for group in facts.conflicts] == [{"a, b", "a"}, {"a", "no label"}]
+
+    numbers = torch.stack([torch.arange(8.0), torch.full((8,), 3.0)], 1)  # the second is constant
+    measured = LoadedData(
+        replace(labelled.info, task=REGRESSION),
+        ResidentDataset(data.train.samples, numbers),
+        ResidentDataset(data.train.samples[:2].clone(), numbers[6:]),
+    )
+    facts = look_at_data(measured, torch.arange(6), torch.arange(6, 8), workers=1, progress=None)
+    first, second = facts.numbers
+    assert facts.per_class == {}
+    low, mean, deviation, high = first.spread["train"]
+    assert (low, mean, high) == (0.0, 2.5, 5.0)
+    assert deviation == pytest.approx(1.7078, abs=1e-4)  # a square root
+    assert {part: sum(counts) for part, counts in first.per_bin.items()} == {"train": 6, "validation": 2, "test": 2}
+    assert first.per_bin["train"][0] == first.per_bin["test"][-1] == 1  # the smallest and the largest value
+    assert sum(second.per_bin["train"]) == 6
 
 
 def test_a_folder_with_a_duplicate_another_format_and_a_damaged_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -268,7 +269,7 @@ def test_any_changed_bit_of_the_description_is_detected(copied: Path) -> None:
             open_packed(copied)
         assert failure.value.exit_code == 3
         description.write_bytes(whole)
-    description.write_bytes(whole.replace(b'"paceline_packed": 2', b'"paceline_packed": 3'))
+    description.write_bytes(whole.replace(b'"paceline_packed": 2', b'"paceline_packed": 4'))
     with pytest.raises(DataError, match="another version"):
         open_packed(copied)
 
@@ -312,6 +313,14 @@ def test_a_full_disk_with_fake_free_space_is_reported_before_the_first_write(
     with pytest.raises(UserError, match="not enough disk space"):
         pack(request(pictures, tmp_path / "packed"), Silent())
     assert files_of(tmp_path / "packed") == {}
+
+
+def test_a_folder_that_cannot_be_written_is_named(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError) as failure:
+        pack(PackRequest(pictures, tmp_path / "file" / "packed"), Silent())
+    assert failure.value.where == str(tmp_path / "file" / "packed")
+    assert failure.value.got == os.strerror(errno.ENOTDIR)
 
 
 # --- Training from packed pictures

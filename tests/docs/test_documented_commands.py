@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from harness import documents
+from harness.archive_files import make_pictures, pictures_of, write_webdataset, write_zip
 from harness.cli import paceline
 from harness.documents import REPOSITORY, Command
 from harness.task_data import write_pictures
@@ -33,6 +34,8 @@ QUICKLY: list[tuple[str, list[str]]] = [
     ("train shapes-cnn --json", ["--epochs", "1", *SMALL]),
     ("train folder-resnet50", ["--global-batch-size", "4", "--dry-run"]),
     ("train finetune", ["--global-batch-size", "4", "--dry-run"]),
+    ("train imagenet-resnet50", ["--global-batch-size", "4", "--dry-run"]),
+    ("train tiny-imagenet-resnet18", ["--global-batch-size", "4", "--dry-run"]),
     ("train", ["--dry-run"]),
     ("submit", ["--dry-run"]),
     ("study collect", []),
@@ -61,10 +64,18 @@ ENDINGS = {
 _GPU = "needs a GPU; `pytest -m gpu`"
 _DOWNLOAD = "downloads CIFAR-10; tests/data/test_fetch.py has a server of its own"
 _STORE = "needs a bucket; tests/checkpoints/test_object_stores.py starts a server"
+_STORE_DATA = "needs a bucket; tests/data/test_s3_data.py starts a server"
 _SLURM = "needs Slurm; tests/integrations/slurm runs it on a real cluster"
 _EXTRA = "needs an extra; make test-extras"
 _MINUTE = "the same checks as plain `doctor`, another output; tests/tools/doctor/test_doctor.py"
+_TRUST = "needs a run of the page; tests/tools/trust runs it"
 NOT_EXECUTED = {
+    "verify runs/shapes --steps 5": _TRUST,
+    "sign runs/shapes --key ~/.ssh/id_ed25519": _TRUST,
+    "verify runs/shapes --signers anna.pub": _TRUST,
+    "replay runs/shapes --without 739,896,1830,2676 --processes 2 --output-dir runs/shapes-without": _TRUST,
+    "inspect runs/shapes --step 100": _TRUST,
+    "bisect runs/a runs/b": _TRUST,
     "bench cifar10-resnet18 --data-dir data": _DOWNLOAD,
     "data fetch cifar10 --data-dir data": _DOWNLOAD,
     "data fetch cifar10-vgg19 --weights --data-dir data": _DOWNLOAD,
@@ -82,6 +93,8 @@ NOT_EXECUTED = {
     "train cifar10-cnn --output-dir s3://bucket/runs/first": _STORE,
     "train cifar10-resnet18 --output-dir s3://my-bucket/night/resnet18": _STORE,
     "train cifar10-resnet18 --output-dir s3://my-bucket/night/resnet18 --resume auto": _STORE,
+    "plan imagenet-resnet50 --data-dir s3://BUCKET/imagenet --cache-gb 160": _STORE_DATA,
+    "train imagenet-resnet50 --data-dir s3://BUCKET/imagenet --cache-dir /local/cache --cache-gb 160": _STORE_DATA,
     "train cifar10-swin --data-dir data": _EXTRA,
     "train cifar10-timm --data-dir data": _EXTRA,
     "train cifar10-timm --model-name timm:convnext_tiny --data-dir data": _EXTRA,
@@ -91,6 +104,8 @@ STAND_INS = {
     "RUN": "runs/first",
     "RUN/config.yaml": "runs/first/config.yaml",
     "/scratch/data": "data",
+    "/local/cache": "cache",
+    "proxy": "runs/first",
     "RECIPE": "shapes-cnn",
     "PICTURE...": "PICTURES/red/0.png",
     "IMAGE": "registry.example/paceline:1",
@@ -141,6 +156,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         pairs = [(f"{number}.png", label) for number in range(60)]
         write_pictures(folder / name, {"train.csv": pairs[:50], "test.csv": pairs[50:]})
+    _write_large_sets(folder)
     packed = paceline("data", "pack", "PICTURES", "PACKED", cwd=folder)
     assert packed.code == 0, packed.err
     for page in documents.pages():
@@ -155,6 +171,22 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = "\n".join(["method,gpus,epoch,time,val_loss,acc,peak_mem", *rows]) + "\n"
     (folder / "results.csv").write_text(table)
     return folder
+
+
+def _write_large_sets(folder: Path) -> None:
+    """Small sets in the layouts of large ones: WebDataset, zip, ImageNet, Tiny ImageNet."""
+    parts = make_pictures(folder / "made", {"train": 10, "val": 3})
+    write_webdataset(parts, folder / "DATA")
+    write_zip(parts, folder / "pictures.zip")
+    shutil.copytree(parts, folder / "IMAGENET")
+    for picture in pictures_of(parts):
+        part, label, name = picture.relative_to(parts).parts
+        to = folder / "tiny-imagenet-200" / (Path(part, label) if part == "train" else Path(part)) / "images"
+        to.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, to / f"{label}-{name}")
+        if part == "val":
+            with (to.parent / "val_annotations.txt").open("a") as table:
+                table.write(f"{label}-{name}\t{label}\t0\t0\t9\t9\n")
 
 
 @pytest.mark.parametrize(

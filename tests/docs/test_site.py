@@ -69,7 +69,7 @@ def test_a_missing_feature_names_an_alternative(site: Path) -> None:
 
 def test_lessons_are_in_the_sidebar_and_link_to_their_neighbours(site: Path) -> None:
     lessons = sorted(path.name for path in (REPOSITORY / "course").glob("[0-9][0-9]-*"))
-    assert len(lessons) == 10
+    assert len(lessons) == 12
     for number, lesson in enumerate(lessons):
         page = (site / "course" / lesson / "index.html").read_text(encoding="utf-8")
         before = f"../{lessons[number - 1]}/index.html" if number else "../index.html"

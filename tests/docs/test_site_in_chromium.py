@@ -57,6 +57,15 @@ def test_a_table_that_is_too_wide_becomes_lists_and_back(browser: Browser, site:
     page.close()
 
 
+def test_aligned_comments_move_to_their_commands_and_back(browser: Browser, site: Path) -> None:
+    page = browser.open_page(site / "guides" / "laptop.html", width=1280)
+    is_aligned = "/paceline doctor {3,}# /.test(document.querySelector('.md-content pre code').textContent)"
+    for width in (1280, 400, 1280):
+        page.resize(width)
+        assert page.evaluate(is_aligned) == (width == 1280)
+    page.close()
+
+
 def test_a_cut_off_line_and_table_are_detected(browser: Browser, site: Path) -> None:
     page = browser.open_page(site / "index.html", width=400)
     assert page.evaluate(CUT_OFF) == []

@@ -19,7 +19,7 @@ from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.store import Retention, find_newest, open_checkpoint
 from paceline.metrics.recorder import read_rows
-from paceline.runs.names import claim_run_folder
+from paceline.runs.place import claim_run_folder
 from paceline.runtime.detect import World
 
 HOUR_S = 3600.0

@@ -23,7 +23,7 @@ from paceline.data.loader import Batch, Loader
 from paceline.errors import EXIT_CHECKPOINT, CheckpointError
 from paceline.metrics.recorder import read_rows
 from paceline.runtime.detect import World
-from paceline.settings.fields import flatten
+from paceline.settings.schema import flatten
 
 MOST_REFUSAL_S = 2.0
 

@@ -13,7 +13,7 @@ from harness.cli import Answer, command, paceline
 from harness.runs import read_results
 from paceline.runs.folder import RUNS, RunFolder, write_json
 from paceline.runs.place import find_folder_of_job
-from paceline.runtime.job_identity import identify_job
+from paceline.runtime.detect import identify_job
 from paceline.settings.load import load_config
 from paceline.training.inject import read_ledger
 

@@ -17,7 +17,7 @@ from harness.processes import Started, processes_in, seconds_until_empty, starte
 from harness.short_run import FLAGS, injected_faults, outcome, read_json, run_undisturbed
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.runtime.pulse import read_pulse
-from paceline.runtime.requeue import job_to_requeue, returns_without_progress
+from paceline.runtime.slurm import job_to_requeue, returns_without_progress
 
 # Three seconds if no other test runs at the same time.
 GONE_S = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 10

@@ -17,10 +17,9 @@ import pytest
 from harness.processes import Started, parent_of, processes_in, started
 from harness.ranks import run_ranks
 from harness.short_run import FLAGS, outcome, run_undisturbed
-from paceline.runs.process_handle import ProcessHandle
+from paceline.runs.machine import ProcessHandle
 from paceline.runtime.detect import World
-from paceline.runtime.pulse import Beat, Pulse, read_pulse
-from paceline.runtime.running_clock import GAP_S, HangClock, RunningClock
+from paceline.runtime.pulse import GAP_S, Beat, HangClock, Pulse, RunningClock, read_pulse
 from paceline.runtime.watchdog import Watchdog
 
 pytestmark = pytest.mark.timeout(300)  # for a busy machine

@@ -105,7 +105,7 @@ def _newest(folder: Path) -> None:
 
 def _early(folder: Path) -> None:
     from paceline.checkpoints.identity import refuse_early
-    from paceline.settings.fields import flatten
+    from paceline.settings.schema import flatten
 
     refuse_early(folder / ONE, flatten(_rig().config))
 

@@ -15,11 +15,11 @@ from paceline.library.run import load_run
 from paceline.metrics.recorder import Recorder, inherit_rows
 from paceline.reports.run_page import write_run_page
 from paceline.runs import lock
-from paceline.runs.find import find_run
+from paceline.runs.catalog import find_run
 from paceline.runs.folder import RunFolder
-from paceline.runs.mirror_note import read_note
 from paceline.runs.owner import this_process
-from paceline.runtime.requeue import returns_without_progress
+from paceline.runs.stores import read_note
+from paceline.runtime.slurm import returns_without_progress
 
 ONE = "runs/one"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from paceline.launch.job_record import JobRecord
 from paceline.runs.folder import RunFolder
-from paceline.runs.mirror_note import MirrorNote
 from paceline.runs.notes import Notes, write_notes
+from paceline.runs.stores import MirrorNote
 
 _TRAIN = ("--num-samples", "64", "--epochs", "2", "--global-batch-size", "16", "--log-frequency", "1", "--track")
 _SMALL = ("--model-name", "mlp", "--hidden-size", "4", "--test-batch-size", "500", "--processes", "1")

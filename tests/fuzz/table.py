@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fuzz import (
+    archive_formats,
     checkpoint_formats,
     data_formats,
     message_formats,
@@ -20,5 +21,6 @@ FORMATS: tuple[Format, ...] = (
     *store_formats.FORMATS,
     *text_formats.FORMATS,
     *data_formats.FORMATS,
+    *archive_formats.FORMATS,
     *message_formats.FORMATS,
 )

@@ -77,7 +77,7 @@ def _child(name: str, samples: Path, work: Path, cases: range, by_all_readers: b
 
 
 def _find(name: str) -> Format:
-    return next(form for form in (*FORMATS, *PLANTED) if form.name == name)
+    return next(form for form in (*FORMATS, *INJECTED) if form.name == name)
 
 
 @pytest.mark.timeout(400)
@@ -101,12 +101,12 @@ def test_only_our_own_errors_appear_in_many(form: Format, samples: Path, server:
 # --- The fuzzer itself ------------------------------------------------------------------------------------------------
 
 
-def _build_planted(samples: Path, folder: Path) -> None:
+def _build_injected(samples: Path, folder: Path) -> None:
     (folder / "value.json").write_text('{"value": 1, "name": "x"}')
 
 
-def _planted(name: str, read: Any, **more: Any) -> Format:
-    return Format(f"planted/{name}", _build_planted, "value.json", mutate_json, (Reader("planted", read),), **more)
+def _injected(name: str, read: Any, **more: Any) -> Format:
+    return Format(f"injected/{name}", _build_injected, "value.json", mutate_json, (Reader("injected", read),), **more)
 
 
 def _is_valid(folder: Path) -> bool:
@@ -156,18 +156,18 @@ def _crash(folder: Path) -> None:
         os.abort()
 
 
-PLANTED = (
-    _planted("KeyError", _read_key),
-    _planted("it takes too long", _wait),
-    _planted("MemoryError", _allocate),
-    _planted("reads", _leave),
-    _planted("writes", _write_outside),
-    _planted("executes", _execute),
-    _planted("exit code", _crash),
+INJECTED = (
+    _injected("KeyError", _read_key),
+    _injected("it takes too long", _wait),
+    _injected("MemoryError", _allocate),
+    _injected("reads", _leave),
+    _injected("writes", _write_outside),
+    _injected("executes", _execute),
+    _injected("exit code", _crash),
 )
 
 
-@pytest.mark.parametrize("form", PLANTED, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", INJECTED, ids=lambda form: form.name)
 def test_a_reader_that_violates_a_rule_is_detected(form: Format, samples: Path, server: Any, work: Path) -> None:
     """The fuzzer can fail: it detects wrong errors, hangs, memory use, foreign files, programs and crashes."""
     findings = _fuzz(server, form, samples, work, range(20), 100.0)

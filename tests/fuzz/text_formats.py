@@ -10,12 +10,12 @@ from fuzz.run_formats import CHECKPOINTS, COMPARE, LIBRARY, LIST, PAGE, STATUS, 
 from fuzz.sandbox import Format, Reader
 from paceline.cli.command import run_verb
 from paceline.integrations.runnable.parameters import make_request, read_parameters
+from paceline.integrations.slurm.prepare import read_site
 from paceline.launch.request import check_loaded
-from paceline.launch.sites import read_site
 from paceline.settings.load import load_config
 from paceline.settings.recipe_file import find_recipe
 from paceline.settings.rules import check_config
-from paceline.tools.course.desk import read_passed
+from paceline.tools.course.lessons import read_passed
 
 SITE = """\
 default:

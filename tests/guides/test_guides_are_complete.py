@@ -19,6 +19,7 @@ TYPED = {
 }
 NOT_TYPED = {
     "CONTRIBUTING.md": "its first line is typed for the guides of the clone; the rest of its commands are CI itself",
+    "docs/guides/data.md": "extras that make setup, test-extras and test-flows install",
     "docs/guides/slurm-cluster.md": "installs on real machines; its cluster on one machine is typed",
 }
 

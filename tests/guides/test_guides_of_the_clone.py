@@ -78,7 +78,7 @@ def test_course_starts_and_grades(has_venv: Newcomer) -> None:
     checked = has_venv.types([ACTIVATE, lines[-1]])
 
     assert answer.code == 0, answer.out + answer.err
-    assert len(list((has_venv.clone / "course-work").glob("[0-9][0-9]_*"))) == 10
+    assert len(list((has_venv.clone / "course-work").glob("[0-9][0-9]_*"))) == 12
     assert checked.code == 1, checked.out + checked.err
 
 

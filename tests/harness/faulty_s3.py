@@ -78,6 +78,7 @@ class FaultyS3:
     def _call(self, method: str, path: str, content: bytes | None = None) -> bytes:
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/{path}", data=content, method=method)
         request.add_header("X-Test", "not a client's")
+        request.add_header("Content-Type", "application/octet-stream")  # else moto parses bytes as a form
         request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request")
         with urllib.request.urlopen(request, timeout=10) as answer:
             return bytes(answer.read())

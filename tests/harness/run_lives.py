@@ -23,6 +23,7 @@ from harness.ranks import make_world
 from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.metrics.recorder import read_rows
+from paceline.metrics.step_trace import read_trace
 from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RunFolder, has_checkpoint
 from paceline.runs.members import MEMBERS, Member
@@ -119,6 +120,7 @@ class RunLife:
         for _ in range(steps):
             self.session.state.step += 1
             assert self.session.recorder is not None
+            self.session.recorder.trace(float(self.step), 1.0)
             self.session.recorder.step(self.step, loss=float(self.step))
 
     def save(self, *, is_best: bool = False) -> dict[str, Any]:
@@ -167,6 +169,7 @@ def check_rows(folder: RunFolder, step: int) -> None:
     assert [(row["step"], row["loss"]) for row in read_rows(folder.metrics_jsonl)] == [
         (number, float(number)) for number in range(1, step + 1)
     ]
+    assert read_trace(folder.steps) == [(float(number), 1.0) for number in range(1, step + 1)]
 
 
 def leftovers_in(folder: RunFolder) -> list[str]:

@@ -16,7 +16,7 @@ from harness.processes import kill_all_in
 
 TMUX = shutil.which("tmux")
 PROMPT = "ready> "
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _NOT_FOR_TESTS = ("CI", "NO_COLOR", "COLUMNS", "LINES", "PACELINE_OUTPUT")
 
 
@@ -69,7 +69,7 @@ class Terminal:
         deadline = time.monotonic() + timeout_s
         while not is_there(screen := self.screen()):
             assert time.monotonic() < deadline, f"not seen: {seen}\n{screen}"
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return screen
 
     def wait_for_prompt(self, timeout_s: float = 90) -> str:

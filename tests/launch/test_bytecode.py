@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from paceline.launch.bytecode import keep_bytecode
+from paceline.runs.interpreter import keep_bytecode
 keep_bytecode()
 import a_module_of_mine
 print(sys.pycache_prefix, os.environ.get("PYTHONDONTWRITEBYTECODE"), os.environ.get("PYTHONPYCACHEPREFIX"))

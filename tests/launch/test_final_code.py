@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import EXIT_INTERNAL, EXIT_USER
 from paceline.launch.policy import FINAL_CODE_FILE, note_final_code
-from paceline.runtime.detect import OWN_LAUNCHER
+from paceline.runtime.this_rank import OWN_LAUNCHER
 
 
 @pytest.fixture

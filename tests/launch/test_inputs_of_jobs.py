@@ -100,7 +100,7 @@ def test_weights_of_a_fake_collection(
     answer: bool | None, code: int, fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only missing weights refuse the job. The collections choose the place of their downloads."""
-    monkeypatch.setattr("paceline.launch.inputs.is_fetched", lambda _: answer)
+    monkeypatch.setattr("paceline.launch.submission.is_fetched", lambda _: answer)
     monkeypatch.setattr(external, "_check_collection", lambda *_: None)
     submit = ["submit", "slurm", "shapes-cnn", *JOB, "--model-name", "timm:resnet18", "--weights", "imagenet"]
     assert main(submit) == code, capsys.readouterr().err

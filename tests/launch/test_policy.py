@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import Cause, EndsWithPrimary, PacelineError, UserError, error_from_json, error_kind
 from paceline.launch.causes import cause_of, explain_error, explain_exit_code, is_consequence
-from paceline.launch.policy import FINAL_CAUSES, FINAL_CODES, Decision, Failure, decide
+from paceline.launch.policy import FINAL_CAUSES, FINAL_CODES, Decision, Failure, decide, leave_out_gpu
 
 
 def after(*failures: Failure, max_restarts: int = 3, worlds: tuple[int, ...] = (2,), auto: bool = False) -> Decision:
@@ -29,9 +29,32 @@ def test_an_error_that_would_repeat_is_not_restarted() -> None:
 
 
 def test_exit_codes_and_causes_agree() -> None:
-    """A scheduler decides by the exit code, the supervisor by the cause."""
+    """A scheduler decides by the exit code, the supervisor by the cause.
+
+    Only a supervisor can leave a faulty rank out. A scheduler would start the job on the same machines.
+    """
     for code in range(256):
-        assert (code in FINAL_CODES) == (error_kind(code).cause in FINAL_CAUSES)
+        assert (code in FINAL_CODES) == (error_kind(code).cause in (*FINAL_CAUSES, Cause.CORRUPTION))
+
+
+def corruption(processes: int, *, is_named: bool = True) -> Failure:
+    return Failure(Cause.CORRUPTION, rank=0, step=12, saved_step=10, processes=processes, is_named=is_named)
+
+
+def test_a_faulty_rank_is_left_out_until_one_is_left() -> None:
+    assert after(corruption(4)) == Decision(True, "", 2, leave_out=True)
+    assert after(corruption(4), corruption(2)) == Decision(True, "", 1, leave_out=True)
+    assert after(corruption(1)) == Decision(True, "", 1)
+    assert not after(corruption(1), corruption(1)).restart
+    assert not after(corruption(4), max_restarts=0).restart
+    assert not after(corruption(2, is_named=False)).restart
+    on_nodes = decide([corruption(4)], max_restarts=3, worlds=[4], auto_microbatch=False, can_halve=True, nodes=2)
+    assert not on_nodes.restart
+
+
+def test_the_gpu_of_a_faulty_rank_is_not_visible_any_more() -> None:
+    assert leave_out_gpu(None, 2, 4) == "0,1,3"
+    assert leave_out_gpu("4,5,6,7", 0, 4) == "5,6,7"
 
 
 def test_without_progress_pauses_grow() -> None:

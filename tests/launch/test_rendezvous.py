@@ -17,8 +17,8 @@ import pytest
 from harness.cli import environment, paceline
 from harness.runs import read_results
 from harness.short_run import FLAGS
+from paceline.launch.attempt import Assignment, Rendezvous, StoppedWaiting
 from paceline.launch.gang_messages import Hello, encode
-from paceline.launch.rendezvous import Assignment, Rendezvous, StoppedWaiting
 from paceline.runtime import peers
 from paceline.runtime.detect import Nodes, agent_variables
 from paceline.runtime.peers import PROOF_TIMEOUT_S, connect

@@ -10,7 +10,7 @@ import pytest
 
 from harness.cli import Answer, command
 from paceline.errors import UserError
-from paceline.runtime.error_file import is_summary_expected, leave_error_file
+from paceline.runtime.this_rank import is_summary_expected, leave_error_file
 
 QUICK = ["synthetic-mlp", "--num-samples=640", "--global-batch-size=64", "--epochs=1", "--track", "--output-dir=run"]
 TORCHS_OWN_WORDS = "To enable traceback see"

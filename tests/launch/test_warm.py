@@ -15,7 +15,7 @@ import pytest
 import paceline
 from harness.cli import environment
 from paceline.launch import warm
-from paceline.runs.process_handle import ProcessHandle, stat_fields
+from paceline.runs.machine import ProcessHandle, stat_fields
 
 pytestmark = pytest.mark.long
 

@@ -12,7 +12,7 @@ import pytest
 from harness.cli import command
 from paceline.integrations.kubernetes.job import KubernetesJob
 from paceline.integrations.kubernetes.template import build_pod
-from paceline.integrations.kubernetes.volumes import Volume
+from paceline.integrations.kubernetes.values import Volume
 from paceline.integrations.slurm.script import write_script
 from paceline.launch.job import JobSpec
 
@@ -30,7 +30,7 @@ SLURM_NODEID=0 exec "$@"
 def write_modules(folder: Path) -> None:
     """Files with names of modules. Each creates a file when it is imported."""
     for name in ("torch", "yaml", "random", "tempfile", "numpy", "multiprocessing", "paceline"):
-        text = f"open({str(folder / 'imported')!r}, 'a').write({name!r})\nraise ImportError('planted')\n"
+        text = f"open({str(folder / 'imported')!r}, 'a').write({name!r})\nraise ImportError('injected')\n"
         (folder / f"{name}.py").write_text(text)
 
 

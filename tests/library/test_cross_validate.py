@@ -16,7 +16,7 @@ from paceline.data.dataset import DatasetInfo
 from paceline.data.order import split_folds
 from paceline.errors import CheckpointError, UserError
 from paceline.launch.request import read_request
-from paceline.settings.fields import flatten
+from paceline.settings.schema import flatten
 from paceline.training.plan import split_samples
 
 SMALL: dict[str, Any] = {

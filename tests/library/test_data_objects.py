@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
 from harness.cli import command
@@ -26,8 +26,7 @@ from paceline.errors import CheckpointError, DataError, PacelineError, UserError
 from paceline.library import data_objects
 from paceline.library.data_objects import read_objects
 from paceline.runs.folder import RunFolder
-from paceline.settings.fields import flatten
-from paceline.settings.schema import Config
+from paceline.settings.schema import Config, flatten
 from paceline.tools.doctor.machine import gather_memory
 
 Array = NDArray[Any]
@@ -268,6 +267,7 @@ def test_evaluate_and_predict_take_objects(trained: paceline.Run) -> None:
     logits = trained.predict(x, logits=True)
     for images in (torch.from_numpy(x), list(x), Pairs(x, y), FakeHuggingFace(x, numbers)):
         assert torch.equal(trained.predict(images, logits=True), logits)
+    assert torch.equal(trained.predict(x[0], logits=True), trained.predict(x[:1], logits=True))
     assert [answer.label for answer in trained.predict(x)] == [CLASSES[row] for row in logits.argmax(1).tolist()]
 
 
@@ -330,8 +330,11 @@ NAN[3, 0, 2, 2] = np.nan
         ({"data": (X.astype(np.float64) * 1e60, Y)}, "not finite"),
         ({"data": (X, np.arange(40.0) % 3)}, "float64 of shape (40,)"),
         ({"data": (X, [None] * 40)}, "labels of this kind"),
-        ({"data": (X, np.arange(40)[:, None])}, "(40, 1)"),
+        ({"data": (X, np.arange(40)[:, None])}, "y.ravel()"),
+        ({"data": (X, np.eye(4)[np.arange(40) % 4])}, "y.argmax(1)"),
         ({"data": (X, ["ant"] * 40)}, "all labels are the same"),
+        ({"data": X}, "data=(x, y)"),
+        ({"data": DataLoader(Pairs(X, Y))}, "loader.dataset"),
         ({"data": (X, Y), "classes": ["ant", "bee"]}, "'cat'"),
         ({"data": (X, Y), "classes": 3}, "class names"),
         ({"data": (X, Y), "test": (X, np.arange(40) % 3)}, "several kinds"),

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import linecache
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ from paceline.library.run_inputs import RunInputs
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
-from paceline.settings.fields import flatten
+from paceline.settings.schema import flatten
 from paceline.training.objective import Objective, UserFunction
 
 train_module = importlib.import_module("paceline.library.train")
@@ -127,9 +128,31 @@ def test_predictions_do_not_depend_on_the_form_of_an_image(trained: paceline.Run
     assert trained.predict(str(tmp_path / "0.png")) == expected[:1]
     assert trained.predict([]) == []
     assert len(trained.predict(Image.new("RGB", (40, 30)))) == 1  # cropped and scaled
-    for wrong in (array / 255, array[0], 3):
+    assert trained.predict(array[0]) == trained.predict(array[0, :, :, 0]) == expected[:1]
+    assert trained.predict(array[..., 0]) == trained.predict(list(array[..., 0])) == expected
+    for wrong in (array / 255, array[0] / 255, array[0, 0, 0], 3):
         with pytest.raises(UserError, match="image"):
             trained.predict(wrong)  # type: ignore[arg-type]
+
+
+def test_the_weights_stay_loaded_until_there_are_better_ones(
+    trained: paceline.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `run.resume`, the same object does not predict with the weights from before."""
+    image = answers_of(trained)[0][:1]
+    run = paceline.Run(shutil.copytree(trained.path, tmp_path / "run", symlinks=True), trust_code=True)
+    opened: list[str | int] = []
+    predictions = importlib.import_module("paceline.library.predictions")
+    real = predictions.open_model
+    monkeypatch.setattr(predictions, "open_model", lambda *a, **k: opened.append(a[1]) or real(*a, **k))
+    assert run.predict(image) == run.predict(image) == trained.predict(image)
+    assert len(opened) == 1
+    best = run.path / "checkpoints" / "best"
+    other = best.resolve().rename(best.resolve().with_name("step-00000002"))
+    best.unlink()
+    best.symlink_to(other.name)
+    assert run.predict(image) == trained.predict(image)
+    assert len(opened) == 2
 
 
 def test_the_model_is_ready_to_use_and_keeps_the_random_state(trained: paceline.Run) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from harness.cli import command
 from harness.extras import need_packages
-from paceline.library.live_table import open_live_table
+from paceline.library.epochs import open_live_table
 
 pytestmark = pytest.mark.long
 
@@ -59,6 +59,6 @@ def test_ipython_in_a_terminal_gets_plain_lines() -> None:
     need_packages("IPython")
     code = (
         "from IPython.terminal.interactiveshell import TerminalInteractiveShell as Shell; Shell.instance();"
-        "from paceline.library.live_table import open_live_table; import sys; sys.exit(open_live_table() is not None)"
+        "from paceline.library.epochs import open_live_table; import sys; sys.exit(open_live_table() is not None)"
     )
     assert command(sys.executable, "-c", code, cwd=Path.cwd()).code == 0

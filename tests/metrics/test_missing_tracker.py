@@ -30,7 +30,7 @@ def test_the_config_of_a_run_is_trained_again_without_its_default_tracker(
     again = train("first/config.yaml", "--output-dir=again", cwd=tmp_path, hidden=hidden)
     assert again.code == 0, again
     for answer in (first, again):
-        assert (answer.out + answer.err).count("pip install 'paceline[tensorboard]'") == 1
+        assert (answer.out + answer.err).count("[tensorboard]'") == 1
     assert not (tmp_path / "again" / "tensorboard").exists()
     assert (tmp_path / "again" / "config.yaml").read_text() == (tmp_path / "first" / "config.yaml").read_text().replace(
         "'first'", "'again'"

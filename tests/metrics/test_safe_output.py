@@ -143,7 +143,7 @@ def test_a_descriptor_that_was_closed_before_the_start(tmp_path: Path) -> None:
     os.close(reader)
     os.close(writer)
     stream = SafeStream(writer, "utf-8")
-    stream.write("nobody reads this\n")
+    stream.write("no process reads this\n")
     assert stream.loss is not None
     assert os.path.samestat(os.fstat(writer), Path(os.devnull).stat())
     os.close(writer)

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from harness.extras import need_packages
-from paceline.metrics.sinks.mlflow import MAX_PARAM_LENGTH, MlflowSink
-from paceline.metrics.sinks.wandb import WandbSink
+from paceline.metrics.sinks import MAX_PARAM_LENGTH, MlflowSink, WandbSink
 
 CONFIG = {"base_lr": 0.1, "model": "resnet18", "clip_norm": None, "mean": (0.5, 0.5)}
 STEPS_PER_EPOCH = 4
@@ -104,7 +103,7 @@ def tensorboard() -> None:
 
 @pytest.mark.usefixtures("tensorboard")
 def test_tensorboard_shows_every_phase(folder: Path) -> None:
-    from paceline.metrics.sinks.tensorboard import TensorBoardSink
+    from paceline.metrics.sinks import TensorBoardSink
 
     sink = TensorBoardSink(folder, [])
     write_all(sink, [*rows_of_epoch(1), *rows_of_epoch(2), epoch_row(2, "test")])
@@ -124,7 +123,7 @@ def test_tensorboard_without_its_folder_is_one_warning(
     folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The folder is deleted during the run: no exception, no traceback of a thread, one line."""
-    from paceline.metrics.sinks.tensorboard import TensorBoardSink
+    from paceline.metrics.sinks import TensorBoardSink
 
     sink = TensorBoardSink(folder, [])
     for row in rows_of_epoch(1):
@@ -139,7 +138,7 @@ def test_tensorboard_without_its_folder_is_one_warning(
 
 @pytest.mark.usefixtures("tensorboard")
 def test_tensorboard_shows_no_epoch_twice_after_a_resume(folder: Path) -> None:
-    from paceline.metrics.sinks.tensorboard import TensorBoardSink
+    from paceline.metrics.sinks import TensorBoardSink
 
     sink = TensorBoardSink(folder, [])
     # The checkpoint is of epoch 2. Epoch 3 and a part of 4 are lost.
@@ -399,7 +398,7 @@ class FakeWandbRun:
 
 
 def fail(*args: Any, **kwargs: Any) -> Any:
-    raise ConnectionError("nobody there")
+    raise ConnectionError("no server")
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

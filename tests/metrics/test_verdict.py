@@ -15,8 +15,8 @@ from harness.ranks import make_world, run_ranks
 from harness.runs import quick_config
 from paceline.cli.main import main
 from paceline.metrics import ceiling as ceiling_module
-from paceline.metrics.ceiling import cache_file, conditions_of, find_ceilings, recall, remember
-from paceline.metrics.flops import count_flops
+from paceline.metrics.ceiling import cache_file, conditions_of, count_flops, find_ceilings, recall, remember
+from paceline.metrics.compile_gain import Gain
 from paceline.metrics.verdict import RankTime, RunVerdict, Setting, Speed, judge_run, split_time
 from paceline.parallel.collectives import wait_for_all
 from paceline.reports.run_page import write_run_page
@@ -26,7 +26,7 @@ from paceline.training.components import build_components
 from paceline.training.limits import WORTH_MEASURING_S, find_limits
 
 CPU = Setting(Config(), make_world(0, 2), "ddp", "float32", cores=2, step_ms=100.0)
-GPU = replace(CPU, world=replace(CPU.world, device="cuda:0", backend="nccl"), precision="bfloat16")
+GPU = replace(CPU, world=replace(CPU.world, device="cuda:0", backend="nccl"), precision="bfloat16", is_compiled=True)
 DENSE = Speed(50e12, 100e12)
 
 
@@ -70,7 +70,7 @@ def test_compute_bound() -> None:
         "compute-bound: 71% of the matrix ceiling (493 TFLOP/s of 694), data wait 1%, exchange 2%;"
         " next: more or faster GPUs: this one is nearly fully used"
     )
-    assert found.to_json() == {"kind": "compute-bound", "text": found.text, "try": found.tip}
+    assert found.to_json() == {"kind": "compute-bound", "text": found.text, "try": found.tip, "unused": []}
 
 
 def test_input_bound() -> None:
@@ -143,14 +143,34 @@ def with_train(setting: Setting, **values: Any) -> Setting:
 WAITING, TALKING, QUICK = ranks((100, 40, 0)), ranks((100, 1, 40), (100, 1, 40)), ranks((100, 1, 1), (100, 1, 1))
 
 
+def test_a_short_run_names_what_it_did_not_use() -> None:
+    """`--compile auto` does not compile a run of 12 seconds. Its verdict does not say that nothing is left to gain."""
+    gain = Gain(0.31, 20.0, is_measured=True)
+    found = judged(QUICK, replace(GPU, is_compiled=False, compile_gain=gain))
+    assert "nearly fully used" not in found.tip
+    (option,) = found.unused
+    assert (option.name, option.gain_share) == ("compile", 0.31)
+    assert option.pays_from_s == pytest.approx(64.5, abs=0.1)
+    assert "31% of a step less (measured), which pays from about 65 s" in found.tip
+    assert found.to_json()["unused"] == [vars(option)]
+    # Compiled steps that were no shorter are not advised, and exact runs are not compiled.
+    assert not judged(QUICK, replace(GPU, is_compiled=False, compile_gain=Gain(-0.1, 20.0, True))).unused
+    exact = Config(parallel=ParallelConfig(exact=True))
+    assert not judged(QUICK, replace(GPU, is_compiled=False, config=exact)).unused
+    alone = replace(GPU.world, world_size=1, local_world_size=1)
+    plain = with_train(replace(GPU, world=alone, is_compiled=False), compile="never")
+    assert [option.name for option in judged(QUICK, plain).unused] == ["compile", "recording"]
+
+
 @pytest.mark.parametrize(
     ("times", "setting", "speed", "tip"),
     [
         # compute-bound
         (QUICK, GPU, DENSE, "more or faster GPUs: this one is nearly fully used"),
         (
-            *(QUICK, with_train(replace(GPU, precision="float32 (tf32)"), compile="never"), DENSE),
-            "mixed precision (leave out --no-amp), or no --compile never",
+            *(QUICK, with_train(replace(GPU, precision="float32 (tf32)", is_compiled=False), compile="never"), DENSE),
+            "mixed precision (leave out --no-amp),"
+            " or no --compile never: 25% of a step less (expected), which pays from about 80 s of training",
         ),
         (QUICK, CPU, DENSE, "more cores or a GPU; faster links or disks would not help"),
         (

@@ -20,6 +20,7 @@ from paceline.models import external
 from paceline.models.external import build_external
 from paceline.models.head import find_head, replace_head
 from paceline.models.registry import build_model, check_model_name
+from paceline.settings.extras import how_to_install
 from paceline.settings.schema import ModelConfig
 
 CIFAR = (3, 32, 32)
@@ -136,7 +137,7 @@ def test_collections_need_a_name_and_their_package(collection: str, monkeypatch:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="not installed") as caught:
         check_model_name(f"{collection}:resnet50")
-    assert caught.value.hint == f"pip install {collection}"
+    assert caught.value.hint == how_to_install(collection)
 
 
 def test_a_linear_head_is_replaced_and_a_fitting_one_kept() -> None:

@@ -13,8 +13,8 @@ from harness.cli import paceline as run_paceline
 from paceline.errors import UserError
 from paceline.models.registry import build_model
 from paceline.settings.load import load_config
-from paceline.settings.model_args import parse_model_args, write_model_args
 from paceline.settings.schema import ModelConfig
+from paceline.settings.syntax import parse_model_args, write_model_args
 
 MODEL = """
 from torch import nn

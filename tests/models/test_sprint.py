@@ -17,7 +17,7 @@ from paceline.data.augment import Pipeline
 from paceline.errors import UserError
 from paceline.metrics.recorder import read_rows
 from paceline.models.sprint import Sprint
-from paceline.runtime.gpus import count_gpus_without_torch
+from paceline.runtime.resources import count_gpus_without_torch
 from paceline.settings.schema import OptimConfig
 from paceline.training.evaluate import average_over_views
 from paceline.training.muon import Muon, _together, orthogonal
@@ -190,9 +190,7 @@ def test_muon_on_two_ranks_equals_one_rank(tmp_path: Path) -> None:
 
 def test_gpus_are_counted_without_torch() -> None:
     assert count_gpus_without_torch() is None  # torch is importable, so it must answer
-    ask = (
-        "import sys; from paceline.runtime import gpus; print(gpus.count_gpus_without_torch(), 'torch' in sys.modules)"
-    )
+    ask = "import sys, paceline.runtime.resources as r; print(r.count_gpus_without_torch(), 'torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
     assert answer[1] == "False"
     if not torch.cuda.is_available() and not Path("/dev/nvidiactl").exists():

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from harness.ranks import run_ranks
-from harness.runs import quick_config, train_in
+from harness.runs import quick_config, step_losses, train_in
+from paceline.errors import UserError
 from paceline.models.cnn import CNN
 from paceline.parallel.apply import parallelise
 from paceline.runtime.detect import World
+from paceline.settings.load import LoadedConfig, load_config
+from paceline.settings.rules import check_config, check_world
 
 
 def results_of(folder: Path, *flags: str) -> dict[str, Any]:
@@ -118,3 +121,30 @@ def test_other_bucket_sizes_train_the_same_weights(tmp_path: Path) -> None:
     """With two ranks, sums do not depend on the buckets."""
     found = [results_of(tmp_path / str(cap), "--bucket-cap-mb", str(cap)) for cap in (1, 25)]
     assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_short_exchange_halves_the_bytes_of_gradients(tmp_path: Path, strategy: str) -> None:
+    flags = ("--strategy", strategy, "--max-steps", "6")
+    plain = results_of(tmp_path / "plain", *flags)
+    short = results_of(tmp_path / "short", *flags, "--exchange-dtype", "bf16")
+    saved = bytes_per_step(plain) - bytes_per_step(short)
+    gradients = 4 * sum(parameter.numel() for parameter in CNN((3, 32, 32), 10).parameters())
+    # Two ranks send each gradient once under ddp (twice a half), and half of it under fsdp, which also sends weights.
+    assert saved == pytest.approx(gradients / 2 if strategy == "ddp" else gradients / 4, rel=0.01)
+    # bf16 has three digits.
+    assert step_losses(tmp_path / "short") == pytest.approx(step_losses(tmp_path / "plain"), abs=0.02)
+    assert step_losses(tmp_path / "short") != step_losses(tmp_path / "plain")
+
+
+def check_all(loaded: LoadedConfig, world_size: int) -> None:
+    check_config(loaded)
+    check_world(loaded, world_size)
+
+
+def test_an_exchange_type_without_effect_is_refused() -> None:
+    for flags, world_size in ((["--exact"], 2), ([], 1), (["--strategy", "single"], 1)):
+        loaded = load_config("shapes-cnn", ["--exchange-dtype", "bf16", *flags])
+        with pytest.raises(UserError):
+            check_all(loaded, world_size)

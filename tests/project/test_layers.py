@@ -13,7 +13,7 @@ LAYERS = [
     *("errors", "settings", "runs", "runtime", "data", "models", "parallel", "checkpoints", "metrics", "reports"),
     *("training", "launch"),
     *("integrations/slurm", "integrations/kubernetes", "integrations/metaflow", "integrations/runnable"),
-    *("tools/bench", "tools/study", "tools/doctor", "tools/course"),
+    *("tools/bench", "tools/study", "tools/doctor", "tools/course", "tools/trust"),
     *("library", "cli"),
 ]
 GROUPS = ("integrations", "tools")
@@ -23,8 +23,14 @@ WITHOUT_TORCH = {
 }
 # Layers with heavy and light files: the light ones must not import torch.
 LIGHT_FILES = {
-    *("runtime/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks/open.py"),
-    *("library/train.py", "library/run.py", "training/export_request.py", "data/pack_format.py", "runtime/gpus.py"),
+    *("runtime/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks.py"),
+    *(
+        "library/train.py",
+        "library/run.py",
+        "training/export_request.py",
+        "data/pack_format.py",
+        "runtime/resources.py",
+    ),
     *("runtime/secret.py", "runtime/peers.py", "data/array_folder.py"),
     *("library/call.py", "library/functions.py", "library/modules.py", "library/run_inputs.py"),
 }
@@ -107,6 +113,16 @@ def test_the_architecture_names_files_that_exist() -> None:
     assert [path for path in paths if not any(list(root.glob(path)) for root in roots)] == []
 
 
+def test_the_three_paths_have_as_many_files_as_the_architecture_says() -> None:
+    """At most twenty each. The file of a data set and that of a model stand for one each."""
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    walks = re.findall(r"^\*\*(One [a-z ]+)\*\* \((\d+) files\)\.(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert [name for name, _, _ in walks] == ["One sample", "One flag", "One killed rank"]
+    for name, said, walk in walks:
+        files = set(re.findall(r"`([a-z_/]+(?:\.py|/))`", walk))
+        assert len(files) == int(said) <= 20, name
+
+
 def test_files_and_functions_stay_small() -> None:
     for _, path in modules():
         text = path.read_text()
@@ -115,3 +131,9 @@ def test_files_and_functions_stay_small() -> None:
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno <= 75, f"{path}: {node.name}"
     assert (SOURCE / "training" / "loop.py").read_text().count("\n") <= 150
+
+
+def test_every_public_name_can_be_imported() -> None:
+    import paceline
+
+    assert [name for name in paceline.__all__ if not hasattr(paceline, name)] == []

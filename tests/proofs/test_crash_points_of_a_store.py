@@ -22,8 +22,7 @@ from paceline.checkpoints import mirror, store, uploader
 from paceline.checkpoints.fetch import fetch_run, push
 from paceline.checkpoints.remote import RemoteCheckpoints
 from paceline.runs.folder import RunFolder
-from paceline.runs.mirror_note import MirrorNote, read_note
-from paceline.runs.stores import Store, open_store
+from paceline.runs.stores import MirrorNote, Store, open_store, read_note
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]  # seconds of CPU time, on machines that may be shared
 

@@ -45,8 +45,8 @@ from paceline.errors import OwnerLost, PacelineError, UserError
 from paceline.runs import lock, patience, stores
 from paceline.runs.folder import RunFolder
 from paceline.runs.members import SILENT_S, Member
-from paceline.runs.mirror_note import MirrorNote
 from paceline.runs.owner import LOCK
+from paceline.runs.stores import MirrorNote
 
 EXAMPLES = int(os.environ.get("PACELINE_STATE_MACHINE_EXAMPLES", "40"))
 TIMEOUT_S = max(300, 8 * EXAMPLES)  # seconds of CPU time, on machines that may be shared
@@ -435,10 +435,10 @@ def saves_are_reported_before_they_are_committed(patch: pytest.MonkeyPatch) -> N
 
 # The machine cannot detect other faults, because a second layer catches them: without the owner's id, a takeover still
 # ends the ranks; if an unreadable checkpoint counts as damaged, the start still ends. Those have their own tests.
-@pytest.mark.parametrize("plant", [ranks_outlive_a_takeover, saves_are_reported_before_they_are_committed])
-def test_the_state_machine_detects_an_injected_fault(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", [ranks_outlive_a_takeover, saves_are_reported_before_they_are_committed])
+def test_the_state_machine_detects_an_injected_fault(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each invariant fails for code that breaks it."""
-    plant(monkeypatch)
+    fault(monkeypatch)
     only_search = settings(max_examples=200, stateful_step_count=25, phases=[Phase.generate], print_blob=False)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(TwoSupervisors, settings=only_search)

@@ -20,9 +20,8 @@ from paceline.data.augment import Pipeline
 from paceline.data.loader import Loader
 from paceline.reports.charts import Chart, Series
 from paceline.reports.compare_page import Finding, write_compare_page
-from paceline.reports.page import Gallery, Picture, Section, render_page, safe_json, show_number
+from paceline.reports.page import MOST_POINTS, Gallery, Picture, Section, render_page, safe_json, show_number, thin
 from paceline.reports.run_page import try_to_write_run_page, write_run_page
-from paceline.reports.thin import MOST_POINTS, thin
 from paceline.runs.folder import RunFolder
 from paceline.settings.load import to_yaml
 from paceline.training.components import build_components

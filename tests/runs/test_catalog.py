@@ -13,8 +13,7 @@ import pytest
 from harness.made_runs import dead_owner, elsewhere, hold, make_run
 from paceline.errors import UserError
 from paceline.launch.job_record import JobRecord
-from paceline.runs.catalog import find_by_job, list_runs, read_entry, read_last_step, recipe_of
-from paceline.runs.find import locate_run
+from paceline.runs.catalog import find_by_job, list_runs, locate_run, read_entry, read_last_step, recipe_of
 from paceline.runs.folder import RunFolder
 from paceline.runs.notes import Notes, check_tag, read_notes, write_notes
 from paceline.runs.owner import this_process

@@ -16,8 +16,8 @@ from paceline.data.reference import resolve_reference
 from paceline.runs.local_code import modules_needed, source_read_once
 from paceline.runs.sources import collect_sources
 from paceline.runs.trust import hash_code
-from paceline.settings.code import CodeReference
 from paceline.settings.load import load_config
+from paceline.settings.syntax import CodeReference
 
 FILE = "import lc_helper\nfrom lc_package.part import VALUE\n\n\ndef build():\n    return lc_helper.ONE + VALUE\n"
 LAZY = "def build():\n    import lc_package.part\n\n    return lc_package.part.VALUE\n"

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.made_runs import add_checkpoints, make_run
-from paceline.runs.names import newest_run_folder
-from paceline.runs.place import decide_place
+from paceline.runs.place import decide_place, newest_run_folder
 from paceline.settings.load import load_config
 
 

@@ -16,9 +16,9 @@ import pytest
 
 import paceline
 from paceline.launch.watch import Watch
-from paceline.runs import process_handle
-from paceline.runs.machine import Machine
-from paceline.runs.process_handle import (
+from paceline.runs import machine
+from paceline.runs.machine import (
+    Machine,
     ProcessHandle,
     end_group,
     find_forked,
@@ -166,7 +166,7 @@ def test_a_process_without_its_main_thread_is_not_dead(tmp_path: Path) -> None:
 
 
 def test_only_this_module_signals_plain_process_ids() -> None:
-    """os.kill and os.killpg are called for the process itself, or in process_handle.py."""
+    """os.kill and os.killpg are called for the process itself, or in machine.py."""
     source = Path(paceline.__file__).parent
     found = set()
     for path in source.rglob("*.py"):
@@ -176,6 +176,6 @@ def test_only_this_module_signals_plain_process_ids() -> None:
             if ast.unparse(node.func) in ("os.kill", "os.killpg") and ast.unparse(node.args[0]) != "os.getpid()":
                 found.add(str(path.relative_to(source)))
     assert found <= {
-        Path(process_handle.__file__).relative_to(source).as_posix(),
+        Path(machine.__file__).relative_to(source).as_posix(),
         "runs/machine.py",
     }  # the latter only checks, with signal 0

@@ -20,8 +20,7 @@ from harness.fake_slurm import FakeSlurm, clean_home
 from paceline.cli.command import run_verb
 from paceline.errors import UserError
 from paceline.runs.folder import RUNS
-from paceline.runs.names import claim_run_folder, newest_run_folder
-from paceline.runs.place import claimed, decide_place
+from paceline.runs.place import claim_run_folder, claimed, decide_place, newest_run_folder
 from paceline.settings.load import load_config
 
 SECOND = "20261117-101010"

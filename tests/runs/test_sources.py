@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import UserError
 from paceline.runs import sources as sources_module
 from paceline.runs.sources import Sources, SourcesTooLarge, collect_sources
-from paceline.settings.code import CodeReference
+from paceline.settings.syntax import CodeReference
 
 FILE = """\
 import json

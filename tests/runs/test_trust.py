@@ -30,9 +30,9 @@ from paceline.runs.trust import (
     trust_variables,
     trusting_code,
 )
-from paceline.settings.code import code_references
 from paceline.settings.load import load_config, to_yaml
 from paceline.settings.schema import Config
+from paceline.settings.syntax import code_references
 
 USER = 2
 CODE = "import torch\n\ndef build(num_classes, input_shape):\n    return torch.nn.Sequential(torch.nn.Flatten(), "

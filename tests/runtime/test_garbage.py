@@ -14,8 +14,8 @@ import pytest
 from harness.cli import command
 from harness.ranks import make_world
 from harness.runs import train_in
-from paceline.runtime import garbage
-from paceline.runtime.garbage import no_search_for_garbage
+from paceline.runtime import memory
+from paceline.runtime.memory import no_search_for_garbage
 from paceline.training import session
 from paceline.training.components import build_components
 
@@ -59,7 +59,7 @@ def is_enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
 def test_collection_is_paused_and_runs_once_after_a_large_setup(
     is_enabled: bool, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(garbage, "_MANY", many)
+    monkeypatch.setattr(memory, "_MANY", many)
     searches: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import resource, torch
-from paceline.runtime.heap import keep_freed_memory, return_freed_memory
+from paceline.runtime.memory import keep_freed_memory, return_freed_memory
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def own_mb():

@@ -164,13 +164,13 @@ def test_a_changed_message_is_refused(change: str) -> None:
 
 def test_only_objects_are_messages() -> None:
     """Ten thousand mutated messages: each is an object, or our own error."""
-    dice = random.Random(3)
+    generator = random.Random(3)
     seeds = [b'{"do": "end", "code": 0, "node": -1}', b'{"hello": 1}', b'{"ended": 2}', b"[" * 5000, b'{"a":' * 5000]
     for _ in range(10_000):
-        text = bytearray(dice.choice(seeds))
-        for _ in range(dice.randrange(4)):
-            place = dice.randrange(len(text))
-            text[place : place + dice.randrange(3)] = dice.randbytes(dice.randrange(3))
+        text = bytearray(generator.choice(seeds))
+        for _ in range(generator.randrange(4)):
+            place = generator.randrange(len(text))
+            text[place : place + generator.randrange(3)] = generator.randbytes(generator.randrange(3))
         try:
             assert isinstance(parse_message(bytes(text)), dict)
         except MalformedMessage:

@@ -7,9 +7,9 @@ import os
 import pytest
 
 from paceline.errors import UserError
-from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import RankEnvironment, check_whole_job, read_nodes, read_rank_environment
 from paceline.runtime.group import require_own_gpus
+from paceline.runtime.resources import usable_cores
 from paceline.runtime.slurm import count_granted_cpus, expand_counts, expand_hosts, read_slurm_task
 
 STEP = {

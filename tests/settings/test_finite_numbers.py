@@ -6,9 +6,9 @@ import pytest
 
 from paceline.errors import UserError
 from paceline.settings.declare import Range
-from paceline.settings.fields import field_table
 from paceline.settings.load import load_config
-from paceline.settings.variables import STORE_TIMEOUT, read_number
+from paceline.settings.schema import field_table
+from paceline.settings.values import STORE_TIMEOUT, read_number
 
 FLOATS = [field.flag for field in field_table().values() if field.inner is float and not field.choices]
 

@@ -10,13 +10,18 @@ from PIL import Image
 
 from harness.cli import paceline
 from harness.runs import read_results
+from paceline.settings.recipe_file import shipped_recipes
 
 SIDES = {
     "imagenet-resnet50": (300, 260),
     "imagenet-vit-s": (300, 260),
     "tiny-imagenet-resnet18": (64, 64),
     "tiny-imagenet-vit": (64, 64),
-    "cifar100-resnet18": (32, 32),
+}
+MADE = {
+    "cifar100-resnet18": ("3x32x32", "100"),
+    "tiny-imagenet-resnet18": ("3x64x64", "200"),
+    "tiny-imagenet-vit": ("3x64x64", "200"),
 }
 
 
@@ -52,3 +57,25 @@ def test_the_recipe_trains_two_steps(recipe: str, tmp_path: Path) -> None:
 
     assert answer.code == 0, answer
     assert read_results(tmp_path / "run")["steps"] == 2
+
+
+def made_data(recipe: str) -> tuple[str, ...]:
+    shape, classes = MADE[recipe]
+    return ("--dataset", "synthetic", "--input-size", shape, "--num-classes", classes)
+
+
+@pytest.mark.parametrize("recipe", MADE)
+def test_the_header_says_where_the_data_is_and_how_to_try_the_recipe_without_it(recipe: str) -> None:
+    header = shipped_recipes()[recipe].read_text()
+    assert "# data " in header
+    assert " ".join(("paceline train", recipe, "--rehearse", *made_data(recipe))) in header
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["cifar100-resnet18", "tiny-imagenet-vit"])
+def test_the_recipe_is_rehearsed_without_its_data(recipe: str, tmp_path: Path) -> None:
+    """With the flags of its header, and a smaller batch."""
+    small = ("--num-samples", "200", "--global-batch-size", "4", "--processes", "1", "--output-dir", "run")
+    answer = paceline("train", recipe, "--rehearse", *made_data(recipe), *small, cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert "rehearsal passed" in answer.out

@@ -15,14 +15,12 @@ from paceline.checkpoints.store import Checkpoint
 from paceline.cli.command import commands_of
 from paceline.cli.main import VERBS
 from paceline.errors import UserError
-from paceline.launch.sites import read_site
+from paceline.integrations.slurm.prepare import read_site
 from paceline.library.call import as_settings
-from paceline.settings.command_line import arguments_of, parse_command, usage
+from paceline.settings.command_line import arguments_of, help_text, parse_command, usage
 from paceline.settings.declare import Arg, FlagsOf, Range, collected_by, fields_of
-from paceline.settings.fields import field_table, flatten
-from paceline.settings.help import help_text
 from paceline.settings.load import load_config, load_saved
-from paceline.settings.schema import Config
+from paceline.settings.schema import Config, field_table, flatten
 from paceline.settings.values import RENAMED, Setting
 
 

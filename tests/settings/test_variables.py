@@ -13,7 +13,7 @@ from paceline.runs.catalog import list_runs
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import decide_place
 from paceline.settings.load import load_config
-from paceline.settings.variables import read_number, read_whole
+from paceline.settings.values import read_number, read_whole
 
 NAMES = ["PACELINE_STORAGE_PATIENCE_S", "PACELINE_STORE_TIMEOUT_S", "PACELINE_START_TIMEOUT_S", "PACELINE_MAX_REQUEUES"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.checkpoints.format import STEP_PREFIX, step_folders
+from paceline.checkpoints.format import STEP_PREFIX, DamagedCheckpoint, FileSeal, read_manifest, step_folders
 from paceline.checkpoints.payload import PayloadReader
 from paceline.checkpoints.store import Checkpoint, open_checkpoint
 from paceline.parallel.parts import bits
@@ -46,6 +46,24 @@ def compare_newest(first: Path, second: Path) -> CheckpointComparison | None:
         return None
     step = max(common)
     return _compare(step, open_checkpoint(mine[step]), open_checkpoint(other[step]))
+
+
+def compare_step(first: Path, second: Path, step: int) -> CheckpointComparison:
+    """Compare two runs' checkpoints of a step that both have."""
+    mine, other = _by_step(first)[step], _by_step(second)[step]
+    seals = [_tensor_seals(path) for path in (mine, other)]
+    if seals[0] and seals[0] == seals[1]:
+        return CheckpointComparison(step, 0, None)  # the same bytes: no tensor has to be opened
+    return _compare(step, open_checkpoint(mine), open_checkpoint(other))
+
+
+def _tensor_seals(path: Path) -> dict[str, FileSeal]:
+    """Size and checksum of the files with tensors; empty if the manifest cannot be read."""
+    try:
+        files = read_manifest(path).files
+    except DamagedCheckpoint:
+        return {}
+    return {name: seal for name, seal in files.items() if name.startswith(_KINDS)}
 
 
 def _by_step(run: Path) -> dict[int, Path]:

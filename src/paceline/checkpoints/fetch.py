@@ -16,10 +16,21 @@ from paceline.checkpoints.uploader import CheckpointUploader
 from paceline.errors import CheckpointError, UserError, printable_line
 from paceline.runs.drafts import draft_of
 from paceline.runs.folder import MIRROR_NOTE, RunFolder, flush, has_checkpoint
-from paceline.runs.mirror_note import MirrorNote, parse_note, read_note, read_own_note
 from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.place import owner_of, starts_anew
-from paceline.runs.stores import Store, StoreError, explain, is_url, local_path, open_store, split_checkpoint
+from paceline.runs.stores import (
+    MirrorNote,
+    Store,
+    StoreError,
+    explain,
+    is_url,
+    local_path,
+    open_store,
+    parse_note,
+    read_note,
+    read_own_note,
+    split_checkpoint,
+)
 from paceline.settings.load import LoadedConfig
 from paceline.settings.schema import RunConfig
 
@@ -163,7 +174,7 @@ def _refuse_a_second_run(store: Store) -> None:
         raise UserError(
             "this store already holds a run",
             where=store.url,
-            hint="--resume auto to continue it, or another --output-dir",
+            hint="the same flags with --resume auto to continue it, or another --output-dir",
         )
 
 

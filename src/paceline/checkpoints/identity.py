@@ -12,19 +12,22 @@ from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, step_folder
 from paceline.checkpoints.store import Checkpoint, inspect_checkpoint, pointed_at
 from paceline.errors import CheckpointError
 from paceline.runs.patience import UnreadableNow
-from paceline.settings.code import CodeReference
-from paceline.settings.fields import field_table
 from paceline.settings.recipe_file import RESOLVED
+from paceline.settings.schema import field_table
+from paceline.settings.syntax import CodeReference
 from paceline.settings.values import RENAMED, Setting, as_typed
 
 # If one of these changes, it is another run.
 IDENTITY = (
     *("dataset", "num_samples", "input_size", "num_classes", "train_split", "folds", "fold", "augment", "image_size"),
+    *("crop_from",),
     *("model_name", "hidden_size", "model_args", "optimizer", "loss", "global_batch_size", "seed", "exact"),
     *("task", "class_weights", "best_by", "sampling", "epoch_samples", "teacher_sha256", "distill"),
+    *("keep_share", "keep_random", "keep_by_sha256"),
 )
 # What checkpoints of releases before these settings were trained with.
 BEFORE = {
+    "crop_from": "square",
     "loss": "",
     "folds": 0,
     "fold": 0,
@@ -36,6 +39,9 @@ BEFORE = {
     "epoch_samples": 0,
     "teacher_sha256": "",
     "distill": "soft",
+    "keep_share": 1.0,
+    "keep_random": 0.25,
+    "keep_by_sha256": "",
 }
 # These do not change what a run computes.
 SILENT = (
@@ -48,6 +54,7 @@ SILENT = (
         "stop_signals",
         "notice_s",
         "auto_microbatch",
+        "audit",
         "inject",
     ),
 )
@@ -65,8 +72,9 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
     saved = {**BEFORE, **{RENAMED.get(name, name): value for name, value in config.items()}}
     saved, now = (json.loads(json.dumps(values)) for values in (saved, now))
     identity: tuple[str, ...] = IDENTITY
-    if now.get("teacher") and not now["teacher_sha256"]:
-        now["teacher_sha256"] = saved["teacher_sha256"]  # not computed yet: the ranks compare it
+    for model, digest in (("teacher", "teacher_sha256"), ("keep_by", "keep_by_sha256")):
+        if now.get(model) and not now[digest]:
+            now[digest] = saved[digest]  # not computed yet: the ranks compare it
     if now["exact"] and lanes is not None:
         saved_world = int(checkpoint.manifest.about.get("world_size", 0))
         saved["lanes"], now["lanes"] = saved.get("lanes") or saved_world, lanes

@@ -26,6 +26,7 @@ import torch
 from paceline.checkpoints import store
 from paceline.checkpoints.capture import Stage, Tensors
 from paceline.checkpoints.format import FileSeal
+from paceline.checkpoints.ledger import Ledger, hash_pieces, hash_stored
 from paceline.checkpoints.payload import Piece, write_pieces
 from paceline.checkpoints.resume import LEFT_IN_PLACE, checkpoints_of, choose_checkpoint, decided_by_primary
 from paceline.errors import CheckpointError, OwnerLost, text_of
@@ -33,7 +34,7 @@ from paceline.parallel.collectives import is_true_on_any, wait_for_all
 from paceline.runs.folder import flush, is_lost, lost_folder
 from paceline.runs.patience import UnreadableNow, patience_s, read_patiently
 from paceline.runtime.detect import World
-from paceline.runtime.running_clock import RunningClock
+from paceline.runtime.pulse import RunningClock
 from paceline.settings.small_files import make_plain_folder, write_plain
 
 _log = logging.getLogger("paceline")
@@ -53,21 +54,25 @@ class CheckpointManager:
         world: World,
         *,
         is_sharded: bool,
+        num_shards: int = 0,
         retention: store.Retention,
         is_async: bool,
         flushed_first: tuple[Path, ...] = (),
         require_owner: Callable[[], None] = lambda: None,
         before_write: Callable[[int], None] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`flushed_first`: files and folders to flush before a checkpoint of their state is committed.
+        """`num_shards`: of a sharded model, if the ranks after these hold copies of them; 0: one per rank.
+
+        `flushed_first`: files and folders to flush before a checkpoint of their state is committed.
 
         `require_owner` raises OwnerLost if this process may not write any more. `before_write` is called with the step
-        before a save writes; it injects faults.
+        before a save writes; it injects faults. `ledger` records every checkpoint.
         """
         self._folder = folder
         self._flushed_first = flushed_first
         self._world = world
-        self._num_writers = world.world_size if is_sharded else 1
+        self._num_writers = (num_shards or world.world_size) if is_sharded else 1
         self._retention = retention
         self._is_async = is_async
         self._stage = Stage(is_async=is_async)
@@ -78,6 +83,7 @@ class CheckpointManager:
         self._repeat: Callable[[], None] | None = None  # writes the last save again, from memory
         self._require_owner = require_owner
         self._before_write = before_write
+        self._ledger = ledger
         self.stall_s = 0.0  # the total time that the training loop has waited for saves
         self.started_step: int | None = None  # of the last save, which may be running or have failed
         self.saved_step: int | None = None  # of the last save that succeeded; the value of the primary counts
@@ -150,6 +156,8 @@ class CheckpointManager:
         if self._world.is_primary:
             self._require_owner()
             store.with_one_retry("setting aside", lambda: store.supersede_after(self._folder, step))
+            if self._ledger is not None:
+                self._ledger.cut_after(step)
 
     def stands_at(self, step: int) -> None:
         """The run continues from the checkpoint of this step, which is in this folder."""
@@ -180,7 +188,7 @@ class CheckpointManager:
 
     def _start(self, payload: dict[str, Tensors], state: dict[str, Any], about: dict[str, Any], is_best: bool) -> None:
         started = time.monotonic()
-        if not self._world.is_primary and self._num_writers == 1:
+        if self._world.rank >= self._num_writers:
             return
         pieces = {
             kind: self._stage.copy(kind, tensors, sharded_only=not self._world.is_primary)
@@ -282,7 +290,10 @@ class CheckpointManager:
             if self._world.is_primary:
                 seals.update(self._collect_notes(temporary))
                 store.with_one_retry("flushing metrics", self._flush_others)
-                self._commit(temporary, seals, state, about, is_best)
+                final = self._commit(temporary, seals, state, about, is_best)
+                if self._ledger is not None:
+                    whole = hash_pieces(pieces) if self._num_writers == 1 else hash_stored(final)
+                    self._ledger.add(final, whole, about)
             else:
                 note = {name: [seal.size_bytes, seal.crc32] for name, seal in seals.items()}
                 store.with_one_retry("leaving a note", lambda: self._write_note(temporary, note))
@@ -303,7 +314,7 @@ class CheckpointManager:
 
     def _commit(
         self, temporary: Path, seals: dict[str, FileSeal], state: bytes, about: dict[str, Any], is_best: bool
-    ) -> None:
+    ) -> Path:
         self._require_owner()
         final = store.commit(temporary, seals, state, about)
         self._require_owner()
@@ -314,6 +325,7 @@ class CheckpointManager:
         except (OSError, UnreadableNow) as error:  # the new one is whole and in its place
             reason = error.got if isinstance(error, UnreadableNow) else error.strerror or error
             _log.warning("warning: older checkpoints could not be dropped: %s", reason)
+        return final
 
     def _flush_others(self) -> None:
         for path in self._flushed_first:
@@ -360,7 +372,7 @@ def _start_refused(folder: Path, newest: store.Checkpoint | None, num_damaged: i
             "this folder holds checkpoints, and the run would start at step 0",
             where=str(folder),
             got=f"{newest.path.name}, which is whole",
-            hint="--resume auto to go on with it, or another --output-dir",
+            hint="the same flags with --resume auto to go on with it, or another --output-dir",
         )
     return CheckpointError(
         "no whole checkpoint is left to go on from, and the run does not start at step 0 by itself",

@@ -8,7 +8,7 @@ read before every change, so the first start then changes nothing more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,9 +20,8 @@ from paceline.checkpoints.format import DamagedCheckpoint, read_state, step_fold
 from paceline.checkpoints.remote import FOLDER, POINTERS, RemoteCheckpoints
 from paceline.checkpoints.uploader import CheckpointUploader, TakenOver, id_of
 from paceline.runs.folder import MIRROR_NOTE, RunFolder
-from paceline.runs.mirror_note import MirrorNote, parse_note, read_own_note
 from paceline.runs.owner import LOCK, OWNER_FILE
-from paceline.runs.stores import Store, StoreError, open_store
+from paceline.runs.stores import MirrorNote, Store, StoreError, open_store, parse_note, read_own_note
 
 _SMALL_FILES_EVERY_S = 10.0
 _OWN_FILES = (MIRROR_NOTE, LOCK, OWNER_FILE)
@@ -77,7 +76,8 @@ class StoreMirror:
         remote, own_id = self._opened(), id_of(checkpoint)
         is_newest = checkpoint == next(iter(step_folders(self._folder.checkpoints)), None)
         # The rows up to a checkpoint are on disk before it is, and a resume from it needs them.
-        self._send_small_files(remote.store, only=self._folder.metrics_jsonl.name)
+        of_steps = (self._folder.metrics_jsonl, self._folder.steps, self._folder.ledger)
+        self._send_small_files(remote.store, only=[path.name for path in of_steps])
         stored = next((item for item in remote.list() if item.name == checkpoint.name), None)
         yield from remote.send(pinned, stored)
         self._uploaded.update([own_id])
@@ -186,9 +186,9 @@ class StoreMirror:
             raise StoreError(f"{newest} is not complete in the store, though it was uploaded")
         self._must_prune = False
 
-    def _send_small_files(self, store: Store, only: str = "") -> None:
+    def _send_small_files(self, store: Store, only: Collection[str] = ()) -> None:
         for name, mark in _small_files(self._folder.path).items():
-            if self._sent.get(name) != mark and (not only or name == only):
+            if self._sent.get(name) != mark and (not only or name in only):
                 with suppress(FileNotFoundError):
                     store.put(self._folder.path / name, name)
                     self._sent[name] = mark

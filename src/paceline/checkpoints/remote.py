@@ -175,7 +175,7 @@ class RemoteCheckpoints:
         try:
             for name in (*manifest.files, MANIFEST):
                 self.store.get(f"{FOLDER}/{remote.name}/{name}", temporary / name)
-            return disk.take_in(temporary, before_naming)
+            return disk.commit_copy(temporary, before_naming)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise

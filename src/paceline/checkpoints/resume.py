@@ -27,7 +27,14 @@ from paceline.checkpoints.capture import (
 )
 from paceline.checkpoints.format import MANIFEST, STEP_PREFIX, DamagedCheckpoint, step_folders, step_of
 from paceline.checkpoints.payload import PayloadReader
-from paceline.checkpoints.store import inspect_checkpoint, open_checkpoint, point, pointed_at, take_in, temporary_folder
+from paceline.checkpoints.store import (
+    commit_copy,
+    inspect_checkpoint,
+    open_checkpoint,
+    point,
+    pointed_at,
+    temporary_folder,
+)
 from paceline.errors import CheckpointError
 from paceline.models.weights import load_matching, read_tensors
 from paceline.parallel.collectives import broadcast_text
@@ -214,7 +221,7 @@ def _copy(path: Path, folder: Path) -> Path | None:
         temporary.mkdir(parents=True)
         for name in (*manifest.files, MANIFEST):
             shutil.copyfile(path / name, temporary / name, follow_symlinks=False)
-        return take_in(temporary)
+        return commit_copy(temporary)
     except (DamagedCheckpoint, OSError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         _log.warning("warning: the best checkpoint %s was not taken along: %s", path, error)

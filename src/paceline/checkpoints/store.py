@@ -144,7 +144,7 @@ def settle_replaced(folder: Path) -> None:
             flush(folder)
 
 
-def take_in(temporary: Path, before_naming: Callable[[], None] = lambda: None) -> Path:
+def commit_copy(temporary: Path, before_naming: Callable[[], None] = lambda: None) -> Path:
     """Give a folder that was copied from another place its name, after it is flushed and verified."""
     for path in [*temporary.iterdir(), temporary]:
         flush(path)
@@ -333,7 +333,25 @@ def choose_kept(states: dict[_K, dict[str, Any]], retention: Retention) -> set[_
     merits = {name: _merit(state) for name, state in states.items()}
     ranked = sorted((name for name in states if merits[name] > _NO_MERIT), key=lambda name: merits[name], reverse=True)
     kept = {*list(states)[: retention.keep_last], *ranked[: retention.keep_best]}
-    return kept | {name for name, state in states.items() if state.get("keep")}
+    kept |= {name for name, state in states.items() if state.get("keep")}
+    audited = _newest_audited(states)
+    if not audited:
+        return kept
+    # The run may go back to one of them, so the best one of that time stays, too.
+    best_steps = [states[name].get("best_step") for name in kept | audited]
+    return kept | audited | {name for name, state in states.items() if state.get("step") in best_steps}
+
+
+def _newest_audited(states: dict[_K, dict[str, Any]]) -> set[_K]:
+    """The newest checkpoint before the last audit that found nothing: the one to return to if the next finds a fault.
+
+    Given newest first. A run without audits has none.
+    """
+    audited = next((state.get("audited") for state in states.values()), None)
+    if not isinstance(audited, int) or audited == 0:
+        return set()
+    steps = {name: state.get("step") for name, state in states.items()}
+    return set([name for name, step in steps.items() if isinstance(step, int) and step <= audited][:1])
 
 
 _NO_MERIT = (-math.inf, -math.inf)

@@ -22,12 +22,12 @@ from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, add_checksu
 from paceline.errors import OwnerLost
 from paceline.runs.folder import RunFolder
 from paceline.runs.patience import UnreadableNow
-from paceline.runtime.running_clock import RunningClock
-from paceline.settings.variables import STORE_TIMEOUT, read_number
+from paceline.runtime.pulse import RunningClock
+from paceline.settings.values import STORE_TIMEOUT, read_number
 
 PATIENCE = STORE_TIMEOUT
 _PATIENCE_S = 60.0  # at the end of a run: how long a destination may make no progress
-_LOOK_EVERY_S = 1.0
+_POLL_EVERY_S = 1.0
 _LONGEST_PAUSE_S, _LAST_PAUSE_S = 30.0, 1.0
 _JOIN_POLL_S = 0.05
 _PINS = ".mirror"  # hard links to what is being uploaded, so that pruning does not remove it meanwhile
@@ -139,13 +139,13 @@ class CheckpointUploader:
     # --- The thread
 
     def _run(self) -> None:
-        pause_s = _LOOK_EVERY_S
+        pause_s = _POLL_EVERY_S
         shutil.rmtree(self._folder.path / _PINS, ignore_errors=True)
         while not self._is_over.is_set():
             is_last = self._is_closing.is_set()
             try:
                 self.upload_new(is_last=is_last)
-                pause_s = _LOOK_EVERY_S
+                pause_s = _POLL_EVERY_S
                 if is_last:
                     self._is_complete = True
                     return

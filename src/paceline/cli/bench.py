@@ -25,8 +25,8 @@ from paceline.runtime.detect import (
 from paceline.settings.command_line import arguments_of
 from paceline.settings.declare import Arg, Range
 from paceline.settings.load import LoadedConfig
-from paceline.settings.processes import parse_processes
 from paceline.settings.rules import check_world
+from paceline.settings.syntax import parse_processes
 from paceline.tools.bench.request import DEFAULT_SIZES, PARTS, BenchRequest, Part, parse_sizes
 
 if TYPE_CHECKING:

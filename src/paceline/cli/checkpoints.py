@@ -13,8 +13,8 @@ from paceline.checkpoints.store import list_set_aside, pointed_at
 from paceline.cli.command import Command
 from paceline.cli.run_view import RunName
 from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED
+from paceline.runs.catalog import locate_run
 from paceline.runs.epoch_clock import EpochClock
-from paceline.runs.find import locate_run
 from paceline.runs.folder import RunFolder, require_run_folder
 
 _LONGEST_WORD = 20

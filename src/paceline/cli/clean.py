@@ -12,8 +12,7 @@ from paceline.checkpoints.reclaim import Reclaim, plan_reclaim, reclaim
 from paceline.cli.command import Command
 from paceline.cli.selected_runs import RunFilter
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, UserError
-from paceline.runs.catalog import LIVING, RunEntry, list_runs, read_entry
-from paceline.runs.find import find_run
+from paceline.runs.catalog import LIVING, RunEntry, find_run, list_runs, read_entry
 from paceline.settings.declare import Arg
 from paceline.settings.values import Setting, invalid
 

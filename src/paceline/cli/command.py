@@ -8,9 +8,8 @@ from dataclasses import MISSING, dataclass
 from typing import Annotated, Any
 
 from paceline.errors import EXIT_FINISHED, UserError
-from paceline.settings.command_line import COMMAND_LINE, parse_command, usage
+from paceline.settings.command_line import COMMAND_LINE, described, help_text, parse_command, usage
 from paceline.settings.declare import Arg, FlagsOf, collected_by, fields_of
-from paceline.settings.help import described, help_text
 from paceline.settings.recipe_file import DEFAULT_RECIPE
 from paceline.settings.schema import Config
 from paceline.settings.values import Setting, closest
@@ -20,7 +19,8 @@ _MOST_NAMED = 3
 _FILES = {
     **{"plan": ("train",), "watch": ("status",), "cancel": ("status",), "predict": ("evaluate",)},
     **{"find-lr": ("find_lr",), "submit": ("submit_slurm", "submit_kubernetes"), "study": ("study", "study_predict")},
-    "data": ("data", "data_look"),
+    **{"data": ("data", "data_look"), "recipes": ("train",), "export": ("evaluate",), "compare": ("evaluate",)},
+    "sign": ("verify",),
 }
 
 

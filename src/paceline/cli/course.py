@@ -1,4 +1,4 @@
-"""`paceline course`: ten lessons, and checks that run your file on real ranks."""
+"""`paceline course`: twelve lessons, and checks that run your file on real ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 from paceline.cli.command import Command
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED
 from paceline.settings.declare import Arg
-from paceline.tools.course.desk import DEFAULT, find_desk, find_file, note_passed, read_passed, start
-from paceline.tools.course.lessons import LESSONS, find_lesson
+from paceline.tools.course.lessons import (
+    DEFAULT,
+    LESSONS,
+    find_file,
+    find_lesson,
+    note_passed,
+    read_passed,
+    start,
+    work_folder,
+)
 
 if TYPE_CHECKING:
     from paceline.tools.course.verdict import Verdict
@@ -67,12 +75,12 @@ def list_lessons(settings: Lessons) -> int:
         print(f"{lesson.number:>3}  {lesson.title:<38} {when}".rstrip())
     following = next((lesson for lesson in LESSONS if lesson.number not in passed), None)
     print()
-    if not any((find_desk() / lesson.file_name).is_file() for lesson in LESSONS):
+    if not any((work_folder() / lesson.file_name).is_file() for lesson in LESSONS):
         print("begin:  paceline course start")
     elif following is not None:
-        print(f"next:   paceline course show {following.number}, then fill {find_desk() / following.file_name}")
+        print(f"next:   paceline course show {following.number}, then fill {work_folder() / following.file_name}")
     else:
-        print("all ten lessons are passed")
+        print("all lessons are passed")
     return EXIT_FINISHED
 
 
@@ -98,10 +106,10 @@ def show(settings: Show) -> int:
         return EXIT_FINISHED
     from rich.markdown import Markdown
 
-    from paceline.tools.course.page import page_text
+    from paceline.tools.course.lessons import page_text
 
     console.print(Markdown(page_text(lesson, has_answers=settings.answers), hyperlinks=False))
-    console.print(f"\nnext:   fill {find_desk() / lesson.file_name}, then paceline course check {lesson.number}")
+    console.print(f"\nnext:   fill {work_folder() / lesson.file_name}, then paceline course check {lesson.number}")
     return EXIT_FINISHED
 
 

@@ -8,12 +8,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from paceline.cli.command import Command
-from paceline.data.pack_format import is_packed
+from paceline.data.pack_format import Encoding, is_packed
 from paceline.errors import EXIT_FINISHED, UserError
-from paceline.runtime.cores import usable_cores
+from paceline.runtime.resources import usable_cores
 from paceline.settings.declare import Arg, Range
 
 _LINE_EVERY_S = 2.0
@@ -23,11 +23,12 @@ Workers = Annotated[int | None, Range(low=1, high=256)]
 
 @dataclass(frozen=True)
 class Pack:
-    """Decode the pictures of a folder once, and write them as plain pixels that training maps into memory.
+    """Write the pictures of a folder into a few large files, as pixels or as they are encoded.
 
     Then: paceline train RECIPE --dataset folder --data-dir PACKED. It trains on them with the same result as on
-    PICTURES, bit for bit, and decodes nothing. The shorter side of each picture is scaled to 8/7 of --image-size (256
-    for 224) and its central square is kept, as training does it. If it was stopped or killed, the same command
+    PICTURES, bit for bit. Pixels are for small pictures: training decodes nothing. The shorter side of each picture is
+    scaled to 8/7 of --image-size (256 for 224) and its central square is kept, as training does it. Encoded pictures
+    (JPEG) take a tenth of the space, and training decodes them. If packing was stopped or killed, the same command
     continues. When pictures have changed, it packs only their shards again.
     """
 
@@ -36,8 +37,14 @@ class Pack:
     PICTURES/CLASS/*."""
     packed: Annotated[str, Arg(place="word")]
     """A new folder."""
-    image_size: Annotated[int, Range(low=8, high=2048)] = 224
-    """Side of the model's input, as in training."""
+    format: Literal["pixels", "encoded"] = "pixels"
+    """pixels of a central square, or the encoded pictures as they are."""
+    image_size: Annotated[int | None, Range(low=8, high=2048)] = None
+    """Side of the model's input, as in training (224 unless given). For pixels."""
+    max_side: Annotated[int | None, Range(low=8, high=65500)] = None
+    """For encoded pictures: scale larger ones to this longer side, and encode them again as JPEG."""
+    quality: Annotated[int | None, Range(low=1, high=100)] = None
+    """Of these JPEG pictures (90 unless given)."""
     unreadable: Annotated[int, Range(low=0, high=10**9)] = 0
     """How many pictures may be unreadable; each is replaced by a grey one."""
     workers: Workers = None
@@ -50,13 +57,14 @@ class Pack:
 class Check:
     """Verify a data set. Exit code 3 if something is damaged; it is named.
 
-    A packed folder: every byte against its CRC-32. A folder of pictures: each is decoded, and the command lists which
-    folder is used for what, which files are skipped and which pictures are suspicious. cifar10, fashion-mnist: against
-    their checksums.
+    A packed folder: every byte against its CRC-32. Pictures in folders, tar or zip files: each is decoded, and the
+    command lists what is used for what, which files are skipped and which pictures are suspicious. A folder with CSV
+    files: the pictures that they list, and what their labels are for. cifar10, cifar100, fashion-mnist: against their
+    checksums.
     """
 
     data: Annotated[str, Arg("FOLDER|NAME", place="word")]
-    """A folder, packed or with pictures, or the name of a data set."""
+    """A folder, packed or with pictures, archives or CSV files, an archive, or the name of a data set."""
     workers: Workers = None
     """Processes that decode (one per core unless given)."""
     data_dir: Path | None = None
@@ -65,7 +73,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Download cifar10 or fashion-mnist and verify its checksum, if it is not there.
+    """Download cifar10, cifar100 or fashion-mnist and verify its checksum, if it is not there.
 
     Compute nodes of a cluster often have no internet: run this on the login node before you submit.
     """
@@ -83,48 +91,81 @@ class Fetch:
 
 
 def pack_pictures(settings: Pack) -> int:
-    source, target, image_size = Path(settings.pictures), Path(settings.packed), settings.image_size
+    source, target, image_size = Path(settings.pictures), Path(settings.packed), settings.image_size or 224
     workers, unreadable = settings.workers or usable_cores(), settings.unreadable
+    encoding = _encoding(settings)
 
     from paceline.data.pack import PackRequest, pack
+    from paceline.runs.stores import is_url
+
+    if is_url(settings.pictures) or is_url(settings.packed):
+        got = settings.pictures if is_url(settings.pictures) else settings.packed
+        raise UserError("packing reads and writes folders, not stores", got=got, hint="copy the data to a disk first")
 
     shard_bytes = settings.shard_mb * 2**20 if settings.shard_mb is not None else None
     began = time.perf_counter()
     with Progress("packed", "pictures") as progress:
-        result = pack(PackRequest(source, target, image_size, workers, unreadable, shard_bytes), progress)
+        result = pack(PackRequest(source, target, image_size, workers, unreadable, shard_bytes, encoding), progress)
     packed = result.packed
     pictures = sum(packed.num_pictures(part) for part in packed.parts)
     made = f"{result.made} made in {time.perf_counter() - began:.1f} s" if result.made else "all of them up to date"
     print(
-        f"{pictures:,} pictures of {len(packed.classes)} classes, {packed.side} x {packed.side} pixels, "
+        f"{pictures:,} pictures of {len(packed.classes)} classes, {packed.describe_pictures()}, "
         f"{packed.size_bytes / 1e6:,.1f} MB in {len(packed.shards)} shards; {made}"
     )
     for name in packed.unreadable[:8]:
         print(f"unreadable, grey instead: {source / name}")
     if len(packed.unreadable) > 8:
         print(f"and {len(packed.unreadable) - 8} more")
-    size = f" --image-size {image_size}" if image_size != 224 else ""
+    size = f" --image-size {image_size}" if encoding is None and image_size != 224 else ""
     print(f"train on it:  paceline train RECIPE --dataset folder --data-dir {target}{size}")
     return EXIT_FINISHED
 
 
+def _encoding(settings: Pack) -> Encoding | None:
+    """None for pixels. UserError for a flag that would have no effect."""
+    is_encoded = settings.format == "encoded"
+    unused = {
+        "--image-size": is_encoded and settings.image_size is not None,
+        "--max-side": not is_encoded and settings.max_side is not None,
+        "--quality": settings.quality is not None and settings.max_side is None,
+    }
+    hints = {"--quality": "--format encoded --max-side N", "--max-side": "--format encoded"}
+    for flag in (flag for flag, is_unused in unused.items() if is_unused):
+        got = f"--format {settings.format}"
+        raise UserError(f"{flag} has no effect", where=flag, got=got, hint=hints.get(flag, "leave it out"))
+    if not is_encoded:
+        return None
+    return Encoding(settings.max_side or 0, settings.quality or Encoding.quality)
+
+
 def check_data(settings: Check) -> int:
-    from paceline.data.check import KNOWN, check_known, check_packed, check_pictures
+    from paceline.data.archives.places import has_archives
+    from paceline.data.check import KNOWN, check_archives, check_known, check_packed, check_pictures, check_tables
+    from paceline.data.parts import has_tables
+    from paceline.runs.stores import is_url
+    from paceline.settings.schema import DataConfig
 
     name, folder, workers = settings.data, Path(settings.data), settings.workers or usable_cores()
     if name in KNOWN and not folder.is_dir():
         found = check_known(name, settings.data_dir or _DATA_DIR)
     elif settings.data_dir is not None:
         raise UserError("--data-dir is for a data set with a name", got=name, allowed=", ".join(KNOWN))
+    elif is_url(name) or has_archives(folder):
+        with Progress("checked", "pictures") as progress:
+            found = check_archives(DataConfig(dataset="folder", data_dir=name), workers, progress)
     elif not folder.is_dir():
         raise UserError(
             "there is no such folder, and no data set of that name",
             got=name,
-            allowed=f"a folder, packed or with pictures, or {', '.join(KNOWN)}",
+            allowed=f"a folder, packed or with pictures or archives, an archive, or {', '.join(KNOWN)}",
         )
     elif is_packed(folder):
         with Progress("checked", "MB", unit=1e6) as progress:
             found = check_packed(folder, progress)
+    elif has_tables(folder):
+        with Progress("checked", "pictures") as progress:
+            found = check_tables(folder, workers, progress)
     else:
         with Progress("checked", "pictures") as progress:
             found = check_pictures(folder, workers, progress)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 from paceline.cli.command import Command, RecipeSettings
 from paceline.cli.data import Progress
 from paceline.errors import EXIT_FINISHED, UserError
-from paceline.runtime.cores import usable_cores
+from paceline.runtime.resources import usable_cores
 from paceline.settings.declare import Arg, Range
-from paceline.settings.tasks import SINGLE_LABEL
+from paceline.settings.tasks import REGRESSION
 
 if TYPE_CHECKING:  # they import torch
     from PIL.Image import Image
     from torch import Tensor
 
     from paceline.data.augment import Pipeline
-    from paceline.data.dataset import LoadedData
+    from paceline.data.dataset import DatasetInfo, LoadedData
     from paceline.reports.data_page import SampleRow
     from paceline.reports.page import Picture
     from paceline.settings.schema import Config
@@ -29,11 +29,11 @@ _MOST_SHARES = 3  # classes of a mixed target that are named
 
 @dataclass(frozen=True)
 class Look(RecipeSettings):
-    """Write a page that shows a recipe's data: pictures, the model's inputs, class balance, sizes, duplicates.
+    """Write a page that shows a recipe's data: pictures, the model's inputs, labels, sizes, duplicates.
 
     The page is one HTML file without links to other files. It shows training samples beside the inputs that training
-    makes of them in some epochs, and what they are mixed with. Pictures of a folder are decoded, and samples of
-    train, validation and test are compared by a hash of their pixels. Nothing is trained and nothing is changed.
+    makes of them in some epochs, and what they are mixed with. Pictures of a folder or a table are decoded, and
+    samples of train, validation and test are compared by a hash of their pixels. Nothing is trained or changed.
     """
 
     at_epochs: Annotated[
@@ -77,12 +77,6 @@ def _write(settings: Look, config: Config, recipe: str) -> int:
     from paceline.reports.data_page import DataPage, judge_data, write_data_page
     from paceline.training.plan import make_plan, split_samples
 
-    if config.data.task != SINGLE_LABEL or config.data.dataset == "csv":
-        raise UserError(
-            "this page shows data sets with one class per sample that are not in a table",
-            got=f"--dataset {config.data.dataset} --task {config.data.task}",
-            hint="paceline train ... --dry-run checks a table; report.html of a run shows samples",
-        )
     # Unreadable pictures are listed on the page. Training would stop at them unless --unreadable allows them.
     data = load_dataset(replace(config.data, unreadable=10**9), config.train.seed)
     make_plan(config, data.info, 1)  # the checks that need the data
@@ -105,39 +99,40 @@ def _write(settings: Look, config: Config, recipe: str) -> int:
 
 
 def _rows(settings: Look, config: Config, data: LoadedData, pipeline: Pipeline, train_ids: Tensor) -> list[SampleRow]:
-    from paceline.data.look import choose_samples
+    from paceline.data.look import choose_samples, label_text
     from paceline.data.preview import to_image, to_pixels, training_inputs
     from paceline.data.sampling import sampling_of
     from paceline.reports.data_page import SampleRow
 
-    classes, train, batch = data.info.classes, data.train, config.train.global_batch_size
+    info, train, batch = data.info, data.train, config.train.global_batch_size
     sampling = sampling_of(config.data, train, train_ids)
     batches = {
         epoch: sampling.batches(train_ids, config.train.seed, epoch, batch, pipeline.repeats)
         for epoch in settings.at_epochs
     }
     rows = []
-    for index in choose_samples(train.labels, train_ids, settings.samples):
+    for index in choose_samples(train.labels, train_ids, settings.samples, info.task):
         pictures, left_out = [_original(data, index, "original")], []
         for epoch in settings.at_epochs:
             repeats = training_inputs(train, pipeline, batches[epoch], index, epoch)
             left_out += [] if repeats else [str(epoch)]
             for number, found in enumerate(repeats):
                 when = f"epoch {epoch}" + (f", repeat {number}" if len(repeats) > 1 else "")
-                pictures.append(_picture(to_image(found.pixels), when, _target(found.shares, classes)))
+                pictures.append(_picture(to_image(found.pixels), when, _target(found.target, info)))
                 if found.partner is not None:
                     pictures.append(_original(data, found.partner, f"partner in {when}"))
         inputs = pipeline.for_evaluation(train.read(train_ids.new_tensor([index])))
         pictures.append(_picture(to_image(to_pixels(inputs, pipeline)[0]), "in evaluation", ""))
         note = f"; not trained on in epoch {', '.join(left_out)}" if left_out else ""
-        rows.append(SampleRow(f"**{classes[int(train.labels[index])]}**, training sample {index}{note}", pictures))
+        label = label_text(train.labels[index], info)
+        rows.append(SampleRow(f"**{label}**, training sample {index}{note}", pictures))
     return rows
 
 
 def _original(data: LoadedData, index: int, caption: str) -> Picture:
     import torch
 
-    from paceline.data.look import original
+    from paceline.data.look import label_text, original
     from paceline.data.preview import to_image
     from paceline.errors import DataError
 
@@ -146,7 +141,8 @@ def _original(data: LoadedData, index: int, caption: str) -> Picture:
     except DataError:  # training would get a grey picture
         image = to_image(data.train.read(torch.tensor([index]))[0])
     _, height, width = data.info.sample_shape
-    return _picture(image, caption, f"{data.info.classes[int(data.train.labels[index])]}, read as", (width, height))
+    label = label_text(data.train.labels[index], data.info)
+    return _picture(image, caption, f"{label}, read as", (width, height))
 
 
 def _picture(image: Image, caption: str, about: str, size: tuple[int, int] | None = None) -> Picture:
@@ -159,12 +155,16 @@ def _picture(image: Image, caption: str, about: str, size: tuple[int, int] | Non
     return Picture(picture_source(as_png(image, _LARGEST_SIDE)), f"{caption}: {about}", caption, note)
 
 
-def _target(shares: Tensor, classes: tuple[str, ...]) -> str:
-    """The classes of a target: one, or several with their shares."""
-    ranked = [(float(share), classes[number]) for number, share in enumerate(shares) if share > 0.005]
+def _target(target: Tensor, info: DatasetInfo) -> str:
+    """The classes of a target, those of a mixed one with their shares; or its numbers."""
+    from paceline.data.look import label_text
+
+    if info.task == REGRESSION or target.dim() == 0:
+        return label_text(target, info)
+    ranked = [(float(share), name) for share, name in zip(target, info.classes, strict=True) if share > 0.005]
     ranked.sort(reverse=True)
-    if len(ranked) == 1:
-        return ranked[0][1]
+    if all(share == 1 for share, _ in ranked):
+        return label_text(target, info)
     return " + ".join(f"{share:.0%} {name}" for share, name in ranked[:_MOST_SHARES])
 
 

@@ -18,13 +18,21 @@ from paceline.runtime.detect import ALONE, RankEnvironment, read_rank_environmen
 from paceline.runtime.pulse import open_pulse
 from paceline.settings.command_line import arguments_of
 from paceline.settings.declare import Arg, Range
-from paceline.settings.processes import parse_processes
+from paceline.settings.syntax import parse_processes
 from paceline.tools.doctor.examine import examine_node
 from paceline.tools.doctor.findings import EXIT_FAILED, DoctorFinding, is_healthy, nodes_to_exclude, skipped, verdict
-from paceline.tools.doctor.plant import InjectedFaults, parse_faults
-from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, assemble, has_listener, send_report
-from paceline.tools.doctor.report import Screen, to_json, write_markdown
-from paceline.tools.doctor.request import Device, DoctorRequest, Launch, NodeRole
+from paceline.tools.doctor.rank_report import (
+    Examination,
+    Expected,
+    RankReport,
+    Screen,
+    assemble,
+    has_listener,
+    send_report,
+    to_json,
+    write_markdown,
+)
+from paceline.tools.doctor.request import Device, DoctorRequest, InjectedFaults, Launch, NodeRole, parse_faults
 from paceline.tools.doctor.start import (
     SlurmStart,
     Stopped,
@@ -189,7 +197,7 @@ def _surroundings(request: DoctorRequest) -> NodeRole:
     is_given = bool(host) or port.isdecimal()
     return NodeRole(
         local_ranks=request.processes or default_processes(0, request.device),
-        meets_at=(host, int(port) if port.isdecimal() else 0) if is_given else None,
+        rendezvous_at=(host, int(port) if port.isdecimal() else 0) if is_given else None,
         serves=port.isdecimal(),
     )
 

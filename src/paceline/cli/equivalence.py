@@ -212,7 +212,8 @@ def _print_row(study: Study, outcome: Outcome) -> None:
     results = outcome.results
     difference = "-" if is_first else f"{outcome.loss_difference:.3g}"
     line = f"{outcome.size:>5}  {outcome.final_loss:>12.8f}  {difference:>18}"
-    line += f"  {results['training_seconds']:>7.1f}  {results['samples_per_second']:>8,.0f}"
+    seconds, speed = results["training_seconds"], results["samples_per_second"]
+    line += f"  {'-':>7}  {'-':>8}" if speed is None else f"  {seconds:>7.1f}  {speed:>8,.0f}"
     if study.is_exact:
         line += "".join(f"  {results[name][:SHORT_HASH]}" for name in HASHES)
     word = "" if is_first else "  same" if study.accepts(outcome) else "  DIFFERENT"

@@ -1,19 +1,22 @@
-"""`paceline evaluate` and `paceline predict`: use the weights of a run in this process."""
+"""`paceline evaluate`, `predict`, `export` and `compare`: commands for runs that have ended."""
 
 from __future__ import annotations
 
+import json
 import shlex
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from paceline.cli.command import Command
-from paceline.errors import EXIT_FINISHED, UserError, printable_line
+from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError, printable_line
 from paceline.settings.declare import Arg, FlagsOf
 from paceline.settings.schema import Config
 from paceline.settings.tasks import LABEL_THRESHOLD, MULTI_LABEL, REGRESSION
 from paceline.settings.values import Setting
+from paceline.training.export_request import ExportFormat, check_output, check_packages, default_output
 
 _SHOWN = 3
 
@@ -49,7 +52,7 @@ class Predict:
 
 def evaluate(settings: Evaluate) -> int:
     from paceline.checkpoints.named import find_named
-    from paceline.runs.find import locate_run
+    from paceline.runs.catalog import locate_run
     from paceline.runs.folder import write_json
 
     path = locate_run(settings.run)
@@ -65,6 +68,7 @@ def evaluate(settings: Evaluate) -> int:
     print(", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items()))
     name, values = next(iter(evaluation.per_class.items()))  # the one that matters most comes first
     form = "{:.4g}" if name == "mae" else "{:.2%}"
+    print(f"{name.replace('_', ' ')} of each {'number' if name == 'mae' else 'class'}:")
     for label, value in zip(classes, values, strict=True):
         print(f"  {printable_line(label):<16} {'no samples' if value is None else form.format(value)}")
     answers = evaluation.to_json(classes, step=run_.checkpoint.step, checkpoint=run_.checkpoint.path.name)
@@ -89,7 +93,7 @@ def describe_answers(task: str, classes: tuple[str, ...], answers: list[float]) 
 
 
 def predict(settings: Predict) -> int:
-    from paceline.runs.find import locate_run
+    from paceline.runs.catalog import locate_run
     from paceline.runs.folder import require_run_folder
 
     if not settings.image:
@@ -121,4 +125,77 @@ def _most_common_ending(folder: Path) -> str:
     return endings.most_common(1)[0][0] if endings else ".jpg"
 
 
-COMMANDS = (Command("evaluate", Evaluate, evaluate), Command("predict", Predict, predict))
+@dataclass(frozen=True)
+class Export:
+    """Write a run's best weights, how to prepare inputs, the labels and a model card.
+
+    Then load the model again and compare its logits with the run's. --trust-code executes functions that the run
+    folder names, although you did not train it on this machine.
+    """
+
+    run: Annotated[str, Arg(place="word", completes="run")]
+    """A run folder, or its name in runs/."""
+    format: ExportFormat
+    """The format of the model."""
+    output: Path | None = None
+    """The folder to write (RUN/export-FORMAT unless given)."""
+    force: bool = False
+    """Replace an earlier export."""
+    data_dir: str | None = None
+    """The folder of the data sets, if it is not the run's."""
+
+
+def export(settings: Export) -> int:
+    from paceline.runs.catalog import locate_run
+    from paceline.runs.folder import require_run_folder
+
+    folder = locate_run(settings.run)
+    output = settings.output or default_output(folder, settings.format)
+    require_run_folder(folder)
+    check_output(output, is_forced=settings.force)
+    check_packages(settings.format, where=f"--format {settings.format}")
+    from paceline.training.export import export_run
+
+    flags = [] if settings.data_dir is None else [f"--data-dir={settings.data_dir}"]
+    for line in export_run(folder, settings.format, output, flags):
+        print(line)
+    return EXIT_FINISHED
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Show whether runs are equal, or where each first differs from the first run. Exit code 0: equal, 1: different.
+
+    Compared are weights, optimizer, losses of steps, metrics of epochs, and every tensor of their newest common
+    checkpoint.
+    """
+
+    run: Annotated[tuple[str, ...], Arg(place="word", completes="run")]
+    """Run folders, or their names in runs/."""
+    json: bool = False
+    """Print JSON."""
+    html: Annotated[Path | None, Arg("PAGE.html", bare="compare.html", bare_unless=(".html", ".htm"))] = None
+    """Also write a page with their curves (compare.html, unless another is given)."""
+
+
+def compare(settings: Compare) -> int:
+    from paceline.library.compare import compare as compare_runs  # imported late: --help must be fast
+
+    page = settings.html
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
+        hint = "--html=FOLDER/PAGE.html, in an existing folder"
+        raise UserError("the page cannot be written there", got=page, hint=hint)
+    found = compare_runs(settings.run)
+    print(json.dumps(found.to_json(), indent=2) if settings.json else found)
+    if page is not None:
+        found.write_page(page)
+        print(f"\nthe page is {page}", file=sys.stderr if settings.json else sys.stdout)
+    return EXIT_FINISHED if found.is_equal else EXIT_DIFFERENT
+
+
+COMMANDS = (
+    Command("evaluate", Evaluate, evaluate),
+    Command("predict", Predict, predict),
+    Command("export", Export, export),
+    Command("compare", Compare, compare),
+)

@@ -18,13 +18,13 @@ from paceline.errors import EXIT_FINISHED, UserError, printable
 from paceline.integrations.kubernetes.client import cluster_of
 from paceline.integrations.kubernetes.logs import choose_pod, follow_log, read_log
 from paceline.launch.job_record import JobRecord, read_record
-from paceline.runs.find import find_run
+from paceline.runs.catalog import find_run
 from paceline.runs.folder import RunFolder
 from paceline.settings.declare import Arg, Range
 from paceline.settings.values import Setting, invalid
 
 _POLL_S = 0.5
-_LOOK_EVERY_S = 15.0  # each status asks the scheduler, which serves others too
+_POLL_EVERY_S = 15.0  # each status asks the scheduler, which serves others too
 _CHUNK_BYTES = 1 << 16
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -209,7 +209,7 @@ def _follow(folder: RunFolder, path: Path, last_lines: int | None) -> None:
             is_over = False
             if time.monotonic() >= next_look_s or folder.read_status().get("status") == "finished":
                 is_over = look(folder).is_over
-                next_look_s = time.monotonic() + _LOOK_EVERY_S
+                next_look_s = time.monotonic() + _POLL_EVERY_S
             if file is None and path.exists():
                 file = path.open("rb")
                 for chunk in _end_of(file, last_lines):

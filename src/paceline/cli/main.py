@@ -27,8 +27,7 @@ from paceline.errors import (
     text_of,
 )
 from paceline.metrics.safe_output import discard_output, finish_console, outlive_readers, protect_console
-from paceline.runtime.early_exit import early_exits_fail
-from paceline.runtime.own_rank import own_rank
+from paceline.runtime.this_rank import OWN_LAUNCHER, early_exits_fail, own_rank
 
 VERBS = {
     "train": "train a recipe, on one process or on many",
@@ -43,7 +42,12 @@ VERBS = {
     "predict": "classify pictures with a run's best weights",
     "export": "write a run's best weights for other programs",
     "compare": "show whether runs are equal, or where they first differ",
+    "bisect": "find the first step, layer and sample at which two runs differ, and the cause",
     "equivalence": "check that 1, 2, 4 processes give the same result on this machine",
+    "verify": "check the receipt of a run, and replay steps of it",
+    "replay": "train a run again without some samples, from the last checkpoint before their first use",
+    "inspect": "rebuild one step of a run: batch, losses, gradients, and samples over the checkpoints",
+    "sign": "sign the receipt of a run with your ssh key",
     "sweep": "train a recipe with several values of some settings, and compare the results",
     "study": "measure how a recipe scales, and predict other sizes",
     "bench": "measure collectives, data and step against the limits of this machine",
@@ -52,7 +56,7 @@ VERBS = {
     "clean": "remove checkpoints that are not needed, or whole runs",
     "data": "look at data sets, pack pictures for speed, verify, fetch",
     "checkpoints": "list, verify and push the checkpoints of a run",
-    "course": "ten lessons in distributed training, with exercises checked on real ranks",
+    "course": "twelve lessons in distributed training, with exercises checked on real ranks",
     "recipes": "list the recipes that come with paceline",
     "completion": "complete commands, flags, recipes and runs in bash, zsh or fish",
 }
@@ -62,7 +66,7 @@ _FIRST_COMMANDS = {
     "recipes": "the other recipes that come with paceline",
     "doctor": "check whether this machine is fit to train",
     "runs": "list your runs",
-    "course start": "ten lessons in distributed training, for one laptop",
+    "course start": "twelve lessons in distributed training, for one laptop",
     "--help": "every command; the guides are in docs/",
 }
 
@@ -77,7 +81,8 @@ _ELSEWHERE = {
     **{"config": "plan", "tag": "runs tag", "note": "runs note", "pack": "data pack", "fetch": "data fetch"},
 }
 _SWITCHES = {"--debug", "--trust-code"}
-_LONG_VERBS = {"train", "study", "sweep", "equivalence"}  # these outlive a lost terminal and a closed pipe
+_LONG_VERBS = {"train", "study", "sweep", "equivalence", "replay"}  # these outlive a lost terminal and a closed pipe
+_DRAWING_VERBS = ("train", "bench", "study", "sweep", "doctor", "course", "equivalence", "data", "plan")
 # Without a reader there is no use in following a run. The code is that of Ctrl-C. All other verbs do their work.
 _FOLLOWING_VERBS = {"logs": EXIT_FINISHED, "watch": EXIT_INTERRUPTED}
 
@@ -85,7 +90,7 @@ _FOLLOWING_VERBS = {"logs": EXIT_FINISHED, "watch": EXIT_INTERRUPTED}
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     # Our supervisor detects a rank that ends early, and restarts it.
-    is_watched = os.environ.get("PACELINE_LAUNCHER") is not None
+    is_watched = OWN_LAUNCHER in os.environ
     with nullcontext() if is_watched else early_exits_fail(_report_early_exit):
         return _record_exit_code(_run(arguments))
 
@@ -141,8 +146,8 @@ def _run(arguments: list[str] | None) -> int:
             traceback.print_exc()
         return _report(error.screen(), error, error.exit_code)
     except EndsWithPrimary as error:
-        from paceline.launch.rank_exit import write_rank_exit
-        from paceline.runtime.error_file import leave_error_file
+        from paceline.launch.causes import write_rank_exit
+        from paceline.runtime.this_rank import leave_error_file
 
         code = int(error.code or EXIT_INTERNAL)
         leave_error_file(error.screen, code, is_consequence=True)
@@ -259,9 +264,9 @@ def _dispatch(given: list[str]) -> int:
         hint = f"paceline {meant}" if verb != "resume" else _resume_hint(rest)
         raise UserError(f"unknown command {verb!r}", allowed=", ".join(VERBS), hint=hint)
     from paceline.cli.command import run_verb
-    from paceline.cli.plain_output import plain_output
+    from paceline.metrics.screen import plain_output
 
-    with plain_output(verb):
+    with nullcontext() if verb in _DRAWING_VERBS else plain_output():
         return run_verb(verb, rest)
 
 
@@ -269,7 +274,7 @@ def _resume_hint(words: list[str]) -> str:
     """The command that continues a run with its own settings."""
     import shlex
 
-    from paceline.runs.find import locate_run
+    from paceline.runs.catalog import locate_run
 
     run = str(locate_run(words[0])) if words and not words[0].startswith("-") else "RUN"
     return f"paceline train {shlex.quote(f'{run}/config.yaml')} --resume auto"
@@ -277,11 +282,10 @@ def _resume_hint(words: list[str]) -> str:
 
 def _report(screen: str, error: BaseException, code: int) -> int:
     """Print the screen, unless the launcher of this rank does: our supervisor, or torchrun in its summary."""
-    from paceline.launch.causes import is_consequence
+    from paceline.launch.causes import is_consequence, write_rank_exit
     from paceline.launch.child import report_error
-    from paceline.launch.rank_exit import write_rank_exit
     from paceline.metrics.screen import fit_to
-    from paceline.runtime.error_file import is_summary_expected, leave_error_file
+    from paceline.runtime.this_rank import is_summary_expected, leave_error_file
 
     if write_rank_exit(screen, code, error):
         return code

@@ -13,19 +13,15 @@ from typing import Annotated, Any
 from paceline.checkpoints.format import DamagedCheckpoint, step_folders, step_of
 from paceline.checkpoints.store import inspect_checkpoint
 from paceline.errors import PacelineError, printable_line
-from paceline.integrations.kubernetes.client import read_kubernetes_state
-from paceline.integrations.kubernetes.logs import read_last_line
-from paceline.integrations.slurm.client import JobState, read_state
-from paceline.integrations.slurm.reasons import explain_reason
+from paceline.integrations.slurm.client import JobState, explain_reason, read_state
 from paceline.launch.job_record import RECORD, JobRecord, read_record
 from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
-from paceline.runs.file_shapes import FAILURE
 from paceline.runs.folder import RunFolder
-from paceline.runs.json_files import read_object
-from paceline.runs.mirror_note import read_own_note
+from paceline.runs.json_files import FAILURE, read_object
 from paceline.runs.owner import Owner
 from paceline.runs.patience import UnreadableNow
+from paceline.runs.stores import read_own_note
 from paceline.settings.declare import Arg
 
 # A word that names a run.
@@ -113,7 +109,6 @@ def look(folder: RunFolder) -> RunView:
         except PacelineError as error:
             trouble = error.what + (f" ({str(error.got).partition(chr(10))[0]})" if error.got else "")
     status = folder.read_status()
-    is_far = record is not None and record.scheduler == "kubernetes" and not status
     return RunView(
         folder=folder,
         status=status,
@@ -125,13 +120,24 @@ def look(folder: RunFolder) -> RunView:
         saved_step=_newest_saved_step(folder),
         entry=read_entry(folder.path),
         now=read_last_step(folder.metrics_jsonl),
-        last_line=read_last_line(record) if record is not None and is_far and job is not None and job.state else "",
+        last_line=_last_line(record) if record is not None and not status and job is not None and job.state else "",
     )
+
+
+def _last_line(record: JobRecord) -> str:
+    """Of the log, for a run on Kubernetes whose files are not seen from here."""
+    if record.scheduler != "kubernetes":
+        return ""
+    from paceline.integrations.kubernetes.logs import read_last_line
+
+    return read_last_line(record)
 
 
 def read_job(record: JobRecord) -> JobState:
     """What the scheduler that has the job says of it."""
     if record.scheduler == "kubernetes":
+        from paceline.integrations.kubernetes.client import read_kubernetes_state  # late: `status` must be fast
+
         return read_kubernetes_state(record)
     return read_state(record.job_id, record.cluster)
 
@@ -220,7 +226,9 @@ def _progress(view: RunView) -> str:
         text += f" of {last:,} ({step / last:.0%})"
     if view.state == "running" and view.entry.eta_s is not None:
         text += f", about {in_words_s(view.entry.eta_s)} left"
-    accuracy = view.entry.test_accuracy
+    accuracy, value = view.entry.test_accuracy, view.entry.test_value
+    if view.entry.test_metric and value is not None:
+        return f"{text}, test {view.entry.test_metric} {value:.4g}"
     return text + (f", test accuracy {accuracy:.2%}" if accuracy is not None else "")
 
 

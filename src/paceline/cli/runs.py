@@ -1,4 +1,4 @@
-"""`paceline runs`: every run in a table, and their tags and notes. Reads only files."""
+"""`paceline runs`: every run in a table, and their tags and notes. Reads files, and asks Slurm once if a job waits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Annotated, Literal
 
 from paceline.cli.command import Command
 from paceline.cli.selected_runs import RunFilter, perhaps
-from paceline.errors import EXIT_FINISHED, UserError
+from paceline.errors import EXIT_FINISHED, PacelineError, UserError
+from paceline.launch.job_record import read_record
 from paceline.metrics.screen import in_words_s, is_live, paint, width_of
-from paceline.runs.catalog import STATES, RunEntry, list_runs
-from paceline.runs.find import find_run
+from paceline.runs.catalog import STATES, RunEntry, find_run, list_runs
+from paceline.runs.folder import RunFolder
 from paceline.runs.notes import check_tag, read_notes, write_notes
 from paceline.settings.declare import Arg, Range
 
@@ -42,8 +43,9 @@ _COLOURS = {"running": "green", "starting": "green", "failed": "red", "lost": "r
 class Runs(RunFilter):
     """List every run in runs/ in a table, the newest first.
 
-    best is the accuracy on the test set, or on the validation set if the other is not known (marked with ~). A run with
-    the tag keep is not removed by paceline clean, unless it is named.
+    best is the accuracy on the test set, or on the validation set if the other is not known (marked with ~). Of a
+    multi-label run or a regression it is the metric of its task. A run with the tag keep is not removed by paceline
+    clean, unless it is named.
     """
 
     text: Annotated[tuple[str, ...], Arg(place="word")] = ()
@@ -86,7 +88,7 @@ class Note:
 def runs(settings: Runs) -> int:
     root = settings.root
     everything = list_runs(root)
-    entries = settings.choose(everything)
+    entries = settings.choose(_with_ended_jobs(everything))
     for word in settings.text:
         entries = [e for e in entries if word.lower() in f"{e.name} {e.recipe} {e.notes}".lower()]
     entries.sort(key=SORTS[settings.sort])
@@ -98,7 +100,7 @@ def runs(settings: Runs) -> int:
     elif entries:
         print_table(entries)
         if is_live(sys.stdout) and any(entry.state == "submitted" for entry in entries):
-            print("submitted: as noted here; paceline status RUN asks the scheduler")
+            print("submitted: it has not started to write; paceline status RUN asks the scheduler")
     elif meant := _meant_command(settings.text):
         what = f"no run matches {' '.join(settings.text)!r}"
         raise UserError(what, where=f"{root}, {len(everything)} searched", hint=f"paceline runs {meant}")
@@ -107,6 +109,26 @@ def runs(settings: Runs) -> int:
     else:
         print(f"no runs in {root}; paceline train shapes-cnn starts a first one")
     return EXIT_FINISHED
+
+
+def _with_ended_jobs(entries: list[RunEntry]) -> list[RunEntry]:
+    """Runs that have written nothing, although their Slurm job is no longer in the queue, get the state of the job."""
+    records = {entry.path: read_record(entry.path) for entry in entries if entry.state == "submitted"}
+    jobs = {path: record for path, record in records.items() if record is not None and record.scheduler == "slurm"}
+    if not jobs:
+        return entries
+    from paceline.cli.run_view import look  # only here: the list of runs must be fast
+    from paceline.integrations.slurm.client import read_own_queue
+
+    try:
+        queued = {cluster: read_own_queue(cluster) for cluster in {record.cluster for record in jobs.values()}}
+    except PacelineError:  # no Slurm on this machine, or it does not answer: what is noted here stays
+        return entries
+    gone = {path for path, record in jobs.items() if record.job_id not in queued[record.cluster]}
+    states = {path: look(RunFolder(path)).state for path in gone}
+    return [
+        replace(entry, state=states[entry.path]) if states.get(entry.path) in STATES else entry for entry in entries
+    ]
 
 
 def _meant_command(words: tuple[str, ...]) -> str:
@@ -136,18 +158,23 @@ def _cells(entry: RunEntry, now: float) -> dict[str, str]:
     progress = "" if entry.step is None else f"{entry.step}"
     if entry.last_step and entry.state != "finished":
         progress += f"/{entry.last_step} {int(100 * (entry.progress or 0)):>3}%"
-    best = "" if entry.accuracy is None else ("~" if entry.test_accuracy is None else "") + f"{entry.accuracy:.2%}"
     return {
         "name": entry.name,
         "recipe": entry.recipe,
         "status": entry.state,
         "progress": progress,
-        "best": best,
+        "best": _best(entry),
         "img/s": "" if entry.images_per_s is None else f"{entry.images_per_s:,.0f}",
         "restarts": str(entry.restarts) if entry.restarts else "",
         "age": in_words_s(max(now - entry.updated, 0)),
         "tags": str(entry.notes),
     }
+
+
+def _best(entry: RunEntry) -> str:
+    if entry.test_metric and entry.test_value is not None:
+        return f"{entry.test_metric} {entry.test_value:.4g}"
+    return "" if entry.accuracy is None else ("~" if entry.test_accuracy is None else "") + f"{entry.accuracy:.2%}"
 
 
 def fit_columns(widths: dict[str, int], room: int) -> dict[str, int]:

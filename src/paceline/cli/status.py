@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from paceline.cli.command import Command
-from paceline.cli.plain_output import unfiltered
 from paceline.cli.run_view import RunName, RunView, describe, look, note_cancel, to_json
 from paceline.errors import (
     EXIT_FINISHED,
@@ -20,11 +19,10 @@ from paceline.errors import (
     PacelineError,
     UserError,
 )
-from paceline.integrations.kubernetes.client import cluster_of
 from paceline.integrations.slurm.client import cancel_job
-from paceline.metrics.screen import FOLDED, UNFOLDED, is_live, width_of
-from paceline.runs.find import find_run
-from paceline.runs.process_handle import ProcessHandle
+from paceline.metrics.screen import FOLDED, UNFOLDED, is_live, unfiltered, width_of
+from paceline.runs.catalog import find_run
+from paceline.runs.machine import ProcessHandle
 from paceline.settings.declare import Range
 
 _EVERY_S = 1.0
@@ -139,6 +137,8 @@ def cancel(settings: Cancel) -> int:
         )
     if view.record is not None and view.job is not None and view.job.is_active:
         if view.record.scheduler == "kubernetes":
+            from paceline.integrations.kubernetes.client import cluster_of
+
             cluster_of(view.record).delete(view.record.job_id, view.record.api)
         else:
             cancel_job(view.record.job_id, view.record.cluster)

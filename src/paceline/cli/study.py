@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from paceline.cli.command import Command, RecipeSettings
-from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
+from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.job import JobSpec, SlurmFlags, parse_job, parse_time_s
 from paceline.settings.declare import Arg, FlagsOf
 from paceline.settings.values import Setting
-from paceline.tools.study.grid import StudySpec
-from paceline.tools.study.plan import Asked, check_cells, plan_study, refuse_taken
+from paceline.tools.study.grid import Asked, StudySpec, check_cells, plan_study, refuse_taken
 
 if TYPE_CHECKING:  # imported late: --help must be fast
     from paceline.settings.load import LoadedConfig
@@ -67,10 +63,12 @@ class Collect:
 
 
 def study(settings: Study) -> int:
+    from paceline.tools.study.board import run_cells
     from paceline.tools.study.cells import open_cells, read_states
     from paceline.tools.study.grid import continue_study, write_spec
+    from paceline.tools.study.queue import check_jobs, job_settings
 
-    given = _job_settings(settings)
+    given = job_settings(settings.on, settings.job, decided=_SET_BY_STUDY)
     job = parse_job(given) if settings.on == "slurm" else None
     loaded, spec = _plan(settings, job)
     folder = (settings.output_dir or Path("studies") / spec.name).absolute()
@@ -83,24 +81,10 @@ def study(settings: Study) -> int:
         _show_grid(spec, states, folder, shapes, retries=settings.retry)
         return EXIT_FINISHED
     if shapes:
-        _check_jobs(given, loaded, shapes, open_cells(states, retries=settings.retry))
+        check_jobs(given, loaded, shapes, open_cells(states, retries=settings.retry), size_flag="flag --world-sizes")
     write_spec(folder, spec)
-    _run(folder, spec, states, shapes, retries=settings.retry)
+    run_cells(folder, spec, states, shapes, retries=settings.retry)
     return _finish(folder, spec, states)
-
-
-def _job_settings(settings: Study) -> dict[str, Setting]:
-    """The flags of the jobs over the site profile; none for a study on this machine."""
-    from paceline.integrations.slurm.prepare import with_site
-
-    for setting in settings.job:
-        if settings.on != "slurm":
-            raise UserError(f"{setting.field.flag} needs --on slurm", where=setting.where, hint="--on slurm")
-        if setting.field.name in _SET_BY_STUDY:
-            raise UserError("the study decides this for each cell", where=setting.where, hint="leave it out")
-    if settings.on != "slurm":
-        return {}
-    return {name: setting for name, setting in with_site(settings.job).items() if name not in _SET_BY_STUDY}
 
 
 def _plan(settings: Study, job: JobSpec | None) -> tuple[LoadedConfig, StudySpec]:
@@ -113,20 +97,6 @@ def _plan(settings: Study, job: JobSpec | None) -> tuple[LoadedConfig, StudySpec
         # The same threads per rank in every cell: the share of a rank on the fullest node.
         threads = max(1, job.cpus_per_task // job.ranks_per_node * job.tasks_per_node)
     return loaded, plan_study(loaded, settings, settings.flags, place=settings.on, threads=threads)
-
-
-def _check_jobs(
-    given: Mapping[str, Setting], loaded: LoadedConfig, shapes: dict[int, JobSpec], cells: list[CellState]
-) -> None:
-    """Before the first job is submitted: missing inputs, and jobs that this cluster can never start."""
-    from paceline.integrations.slurm.prepare import check_cluster
-    from paceline.launch.inputs import require_inputs
-
-    sizes = Counter(found.cell.world_size for found in cells)
-    jobs = [replace(shapes[size], array=f"0-{count - 1}", resume="") for size, count in sorted(sizes.items())]
-    if jobs:
-        require_inputs(loaded, brings_own_weights=bool(jobs[0].container_image or jobs[0].environment))
-        check_cluster(jobs, given, places={"nodes": "flag --world-sizes"})
 
 
 def _shapes(settings: Study, job: JobSpec, loaded: LoadedConfig, spec: StudySpec, folder: Path) -> dict[int, JobSpec]:
@@ -201,37 +171,11 @@ def _show_grid(
         print(f"\n--- {path}\n{script}--- {path.with_suffix('.commands')}\n{lines}", end="")
 
 
-def _run(folder: Path, spec: StudySpec, states: list[CellState], shapes: dict[int, JobSpec], *, retries: bool) -> None:
-    from paceline.tools.study.board import Board
-    from paceline.tools.study.cells import run_local
-    from paceline.tools.study.queue import run_queue
-
-    try:
-        with Board(spec, states, folder) as board:
-            if shapes:
-                run_queue(folder, spec, shapes, states, retries=retries, on_change=board.update, say=board.say)
-            else:
-                run_local(folder, spec, states, retries=retries, on_change=board.update)
-    except KeyboardInterrupt:
-        words = "the jobs stay in the queue; " if shapes else ""
-        print(f"\nstopped; {words}the same command continues", file=sys.stderr)
-        raise
-
-
 def _finish(folder: Path, spec: StudySpec, states: list[CellState]) -> int:
+    from paceline.tools.study.board import print_end
     from paceline.tools.study.report import write_report
 
-    failed = [found for found in states if found.state == "failed"]
-    for found in failed:
-        print(f"failed    {found.cell.name}: {found.reason}")
-    if not any(found.state == "finished" for found in states):
-        print("no cell has finished, so there is nothing to report")
-        return EXIT_DIFFERENT
-    for line in write_report(folder, spec, [(f.cell.name, f.reason) for f in failed]):
-        print(line)
-    if failed:
-        print("next      the same command with --retry")
-    return EXIT_DIFFERENT if failed else EXIT_FINISHED
+    return print_end(states, lambda failed: write_report(folder, spec, failed))
 
 
 def collect_runs(settings: Collect) -> int:

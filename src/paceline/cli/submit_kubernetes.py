@@ -15,8 +15,7 @@ from paceline.errors import EXIT_FINISHED, UserError
 from paceline.integrations.kubernetes.client import Cluster, read_kubernetes_state
 from paceline.integrations.kubernetes.job import KubernetesJob, longest_name, parse_kubernetes_job
 from paceline.integrations.kubernetes.manifest import MANIFEST, write_manifest
-from paceline.integrations.kubernetes.values import as_name
-from paceline.integrations.kubernetes.volumes import DATA_PATH, FILES_PATH, RUNS_PATH
+from paceline.integrations.kubernetes.values import DATA_PATH, FILES_PATH, RUNS_PATH, as_name
 from paceline.launch.job_record import RECORD, JobRecord, read_record, write_private
 from paceline.runs.folder import RUNS, RunFolder
 from paceline.runs.patience import names_in
@@ -236,8 +235,8 @@ def _with_training(
 
 def _ship_code(loaded: LoadedConfig, files: dict[str, Path]) -> dict[str, list[str]]:
     """Flags that name the user's functions by the paths in the pods. Modules must be in the image."""
-    from paceline.settings.code import code_references
-    from paceline.settings.fields import field_table
+    from paceline.settings.schema import field_table
+    from paceline.settings.syntax import code_references
 
     shipped: dict[str, list[str]] = {}
     for item in code_references(loaded.config):

@@ -39,8 +39,7 @@ class SubmitSlurm(RecipeSettings):
 
 def submit_slurm(settings: SubmitSlurm) -> int:
     from paceline.integrations.slurm.prepare import check_cluster, complete, with_site
-    from paceline.launch.inputs import require_inputs
-    from paceline.launch.submission import require_writable
+    from paceline.launch.submission import require_inputs, require_writable
     from paceline.runs.place import claimed
 
     given = with_site(settings.job)
@@ -140,7 +139,7 @@ def _place(loaded: LoadedConfig, spec: JobSpec) -> tuple[RunPlace, JobSpec]:
     """The folder, as `train` would choose it, and the checkpoint of the first start."""
     from paceline.checkpoints.identity import refuse_early
     from paceline.runs.place import decide_place
-    from paceline.settings.fields import flatten
+    from paceline.settings.schema import flatten
 
     run = loaded.config.run
     place = decide_place(loaded)

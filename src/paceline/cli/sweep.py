@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from paceline.cli.command import Command, RecipeSettings
-from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
+from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.job import JobSpec, SlurmFlags, parse_job
 from paceline.settings.declare import Arg, FlagsOf, Range
 from paceline.settings.values import Setting
-from paceline.tools.study.plan import recipe_argument
+from paceline.tools.study.grid import recipe_argument
 from paceline.tools.study.sweep import (
     SEED,
     TAKEN,
@@ -68,9 +66,11 @@ class Sweep(RecipeSettings):
 
 
 def sweep(settings: Sweep) -> int:
+    from paceline.tools.study.board import run_cells
     from paceline.tools.study.cells import open_cells, read_states
+    from paceline.tools.study.queue import check_jobs, job_settings
 
-    given = _job_settings(settings)
+    given = job_settings(settings.on, settings.job, decided=_SET_BY_SWEEP)
     job = parse_job(given) if settings.on == "slurm" else None
     loaded, spec = _plan(settings, job)
     folder = (settings.output_dir or Path("sweeps") / spec.name).absolute()
@@ -82,24 +82,10 @@ def sweep(settings: Sweep) -> int:
         _show(spec, states, folder, shapes, retries=settings.retry)
         return EXIT_FINISHED
     if shapes:
-        _check_jobs(given, loaded, shapes, len(open_cells(states, retries=settings.retry)))
+        check_jobs(given, loaded, shapes, open_cells(states, retries=settings.retry))
     write_sweep(folder, spec)
-    _run(folder, spec, states, shapes, retries=settings.retry)
+    run_cells(folder, spec, states, shapes, retries=settings.retry)
     return _finish(settings, folder, spec, states)
-
-
-def _job_settings(settings: Sweep) -> dict[str, Setting]:
-    """The flags of the jobs over the site profile; none for a sweep on this machine."""
-    from paceline.integrations.slurm.prepare import with_site
-
-    for setting in settings.job:
-        if settings.on != "slurm":
-            raise UserError(f"{setting.field.flag} needs --on slurm", where=setting.where, hint="--on slurm")
-        if setting.field.name in _SET_BY_SWEEP:
-            raise UserError("the sweep decides this", where=setting.where, hint="leave it out")
-    if settings.on != "slurm":
-        return {}
-    return {name: setting for name, setting in with_site(settings.job).items() if name not in _SET_BY_SWEEP}
 
 
 def _plan(settings: Sweep, job: JobSpec | None) -> tuple[LoadedConfig, SweepSpec]:
@@ -108,6 +94,7 @@ def _plan(settings: Sweep, job: JobSpec | None) -> tuple[LoadedConfig, SweepSpec
     if "=" in settings.recipe:
         hint = f"paceline sweep RECIPE {settings.recipe}"
         raise UserError("the recipe is missing", where="the command line", got=settings.recipe, hint=hint)
+    _refuse_lists(settings)
     axes = parse_axes(settings.values, is_random=settings.random > 0)
     for setting in settings.flags:
         name = setting.field.name
@@ -131,6 +118,19 @@ def _plan(settings: Sweep, job: JobSpec | None) -> tuple[LoadedConfig, SweepSpec
     )
 
 
+def _refuse_lists(settings: Sweep) -> None:
+    """`--base-lr 0.1,0.4` is a flag of every cell, with one value. A list is meant as values to vary."""
+    for setting in settings.flags:
+        field, text = setting.field, setting.values[0] if len(setting.values) == 1 else ""
+        if "," in text and field.type in (int, float) and not field.is_tuple:
+            raise UserError(
+                f"{field.flag} has one value in every cell",
+                where=setting.where,
+                got=text,
+                hint=f"to vary it, write it without dashes: paceline sweep {settings.recipe} {field.name}={text}",
+            )
+
+
 def _check_cells(spec: SweepSpec) -> None:
     """Every check that `train` would make of any cell, before the first one starts."""
     from paceline.launch.request import decide_processes, read_request
@@ -152,17 +152,6 @@ def _shapes(settings: Sweep, job: JobSpec, loaded: LoadedConfig, folder: Path) -
     return {job.world_size: complete(replace(job, folder=folder / "jobs"), loaded, settings.flags)}
 
 
-def _check_jobs(given: Mapping[str, Setting], loaded: LoadedConfig, shapes: dict[int, JobSpec], num_cells: int) -> None:
-    """Before the first job is submitted: missing inputs, and jobs that this cluster can never start."""
-    from paceline.integrations.slurm.prepare import check_cluster
-    from paceline.launch.inputs import require_inputs
-
-    if num_cells:
-        jobs = [replace(job, array=f"0-{num_cells - 1}", resume="") for job in shapes.values()]
-        require_inputs(loaded, brings_own_weights=bool(jobs[0].container_image or jobs[0].environment))
-        check_cluster(jobs, given)
-
-
 def _show(spec: SweepSpec, states: list[CellState], folder: Path, shapes: dict[int, JobSpec], *, retries: bool) -> None:
     from paceline.tools.study.cells import describe, open_cells
     from paceline.tools.study.queue import write_scripts
@@ -180,38 +169,12 @@ def _show(spec: SweepSpec, states: list[CellState], folder: Path, shapes: dict[i
         print(f"\n--- {path}\n{script}--- {path.with_suffix('.commands')}\n{lines}", end="")
 
 
-def _run(folder: Path, spec: SweepSpec, states: list[CellState], shapes: dict[int, JobSpec], *, retries: bool) -> None:
-    from paceline.tools.study.board import Board
-    from paceline.tools.study.cells import run_local
-    from paceline.tools.study.queue import run_queue
-
-    try:
-        with Board(spec, states, folder) as board:
-            if shapes:
-                run_queue(folder, spec, shapes, states, retries=retries, on_change=board.update, say=board.say)
-            else:
-                run_local(folder, spec, states, retries=retries, on_change=board.update)
-    except KeyboardInterrupt:
-        words = "the jobs stay in the queue; " if shapes else ""
-        print(f"\nstopped; {words}the same command continues", file=sys.stderr)
-        raise
-
-
 def _finish(settings: Sweep, folder: Path, spec: SweepSpec, states: list[CellState]) -> int:
+    from paceline.tools.study.board import print_end
     from paceline.tools.study.sweep_report import write_sweep_report
 
-    failed = [(found.cell.name, found.reason) for found in states if found.state == "failed"]
-    for name, reason in failed:
-        print(f"failed    {name}: {reason}")
     measured = [found.measured for found in states if found.measured is not None]
-    if not measured:
-        print("no cell has finished, so there is nothing to report")
-        return EXIT_DIFFERENT
-    for line in write_sweep_report(folder, spec, measured, settings.metric, failed):
-        print(line)
-    if failed:
-        print("next      the same command with --retry")
-    return EXIT_DIFFERENT if failed else EXIT_FINISHED
+    return print_end(states, lambda failed: write_sweep_report(folder, spec, measured, settings.metric, failed))
 
 
 COMMANDS = (Command("sweep", Sweep, sweep, helps_without_arguments=True),)

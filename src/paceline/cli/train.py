@@ -1,4 +1,4 @@
-"""`paceline train` and `paceline plan`. Functions import what they need, so that --help is fast."""
+"""`paceline train`, `plan` and `recipes`. Functions import what they need, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.cli.command import Command, RecipeSettings
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.settings.load import LoadedConfig
+from paceline.settings.recipe_file import shipped_recipes
 from paceline.training.export_request import ExportFormat, check_packages
 
 
@@ -39,11 +40,11 @@ def train(settings: Train) -> int:
     if settings.dry_run:
         return plan(settings)
     from paceline.cli.main import rank_main
-    from paceline.launch.bytecode import keep_bytecode
     from paceline.launch.request import read_request
     from paceline.launch.start import start_training
     from paceline.metrics.screen import OUTPUT
-    from paceline.runtime.open_files import require_open_files
+    from paceline.runs.interpreter import keep_bytecode
+    from paceline.runtime.resources import require_open_files
 
     if settings.quiet and settings.json:
         raise UserError("--quiet and --json contradict each other", hint="--json with 2>/dev/null")
@@ -93,11 +94,44 @@ def plan(settings: RecipeSettings) -> int:
     from paceline.launch.plan_screen import show_plan
     from paceline.launch.request import read_request
 
-    show_plan(read_request(settings.recipe, settings.flags))
+    loaded = read_request(settings.recipe, settings.flags)
+    show_plan(loaded)
+    for line in _cost_of_replay(loaded):
+        print(line)
     return EXIT_FINISHED
+
+
+def _cost_of_replay(loaded: LoadedConfig) -> list[str]:
+    """For the config.yaml of a run with other samples: what `paceline replay` would train again."""
+    run = loaded.recipe_path.parent
+    is_changed = any(loaded.origin(name) == "flag" for name in ("exclude", "relabel"))
+    if loaded.recipe_path.name != "config.yaml" or not (run / "checkpoints").is_dir() or not is_changed:
+        return []
+    from paceline.settings.load import load_config
+    from paceline.tools.trust.without import find_cost
+
+    cost = find_cost(run, load_config(str(loaded.recipe_path), []), loaded)
+    return ["", f"paceline replay {run}:", *(f"  {line}" for line in cost.describe())]
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """List the recipes that come with paceline."""
+
+
+def recipes(settings: Recipes) -> int:
+    for name, path in shipped_recipes().items():
+        print(f"{name:<18} {_headline(path)}")
+    return EXIT_FINISHED
+
+
+def _headline(path: Path) -> str:
+    """The first comment line of a recipe describes it."""
+    return path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
 
 
 COMMANDS = (
     Command("train", Train, train, lists_recipe_flags=True),
     Command("plan", Plan, plan, lists_recipe_flags=True),
+    Command("recipes", Recipes, recipes),
 )

@@ -107,10 +107,15 @@ def describe_parts(
     return DatasetInfo(name, len(parts[TRAIN]), len(parts[TEST]), names, shape, mean, std, num_validation, task)
 
 
-def adapt_part(given: Any, part: str, classes: tuple[str, ...], transform: Transform | None = None) -> Dataset:
+def adapt_part(
+    given: Any, part: str, classes: tuple[str, ...], transform: Transform | None = None, *, task: str = SINGLE_LABEL
+) -> Dataset:
     """One part for a model that has these classes."""
-    opened = _open(given, part, transform, SINGLE_LABEL)
-    class_names(classes, [opened.labels])
+    opened = _open(given, part, transform, task)
+    if task == SINGLE_LABEL:
+        class_names(classes, [opened.labels])
+    else:
+        column_names(classes, {TRAIN: len(classes), part: opened.labels.shape[1]}, task)
     return opened.numbered(classes)
 
 
@@ -163,7 +168,9 @@ def _open_part(given: Any, transform: Transform | None, task: str) -> _Opened:
             raise no_samples()
         inner = MapStyle(given, transform)
         return _Opened(_read_labels(inner.raw_labels(), task), inner, inner.classes)
-    raise UserError("this is not a data set", got=kind_of(given), allowed=EXPECTED_PART)
+    is_loader = hasattr(given, "dataset") and hasattr(given, "__iter__")
+    hint = "its data set: loader.dataset" if is_loader else None
+    raise UserError("this is not a data set", got=kind_of(given), allowed=EXPECTED_PART, hint=hint)
 
 
 def _read_labels(values: Any, task: str) -> RawLabels | Tensor:
@@ -293,6 +300,7 @@ class MapStyle:
                 where=f"dataset, item {index}",
                 got=kind_of(item),
                 allowed="(sample, label), or a dict of a sample and its 'label'",
+                hint="samples and their labels: data=(x, y)" if isinstance(self._inner, np.ndarray | Tensor) else None,
             )
         return item[0], item[1]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +19,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from paceline.data.crops import Crops
 from paceline.data.dataset import Dataset
 
 _log = logging.getLogger("paceline")
@@ -36,6 +37,23 @@ class ReadsInto(Protocol):
     sample_shape: tuple[int, ...]
 
     def read_into(self, indices: Tensor, samples: Tensor) -> None: ...
+
+
+@runtime_checkable
+class ReadsCrops(Protocol):
+    """A data set that takes random crops of whole pictures while it decodes them."""
+
+    def read_crops(self, indices: Tensor, crops: Crops) -> Tensor: ...
+
+    def read_crops_into(self, indices: Tensor, crops: Crops, samples: Tensor) -> None: ...
+
+
+def read_samples(dataset: Dataset, ids: Tensor, crops: Crops | None) -> Tensor:
+    """Samples, or crops of them if the data set takes the crops."""
+    if crops is None:
+        return dataset.read(ids)
+    assert isinstance(dataset, ReadsCrops)
+    return dataset.read_crops(ids, crops)
 
 
 class ReadingWatch:
@@ -61,17 +79,22 @@ class ReadingWatch:
 
 
 def read_ahead(
-    dataset: Dataset, shares: Sequence[Tensor], device: str, watch: ReadingWatch
+    dataset: Dataset,
+    shares: Sequence[Tensor],
+    device: str,
+    watch: ReadingWatch,
+    crops: Callable[[int], Crops | None] = lambda number: None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Sample ids and their samples on the device, share by share."""
+    """Sample ids and their samples on the device, share by share. `crops` gives the crops of a share by its number."""
     reader = _Reader(dataset, device)
     coming: deque[Future[_Arrival]] = deque()
-    todo = iter(shares)
+    todo = enumerate(shares)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as thread:
         try:
             last = None  # the first share is not measured: it cannot be read ahead
             for ids in shares:
-                coming.extend(thread.submit(reader.read, later) for later in islice(todo, 1 + _AHEAD - len(coming)))
+                for number, later in islice(todo, 1 + _AHEAD - len(coming)):
+                    coming.append(thread.submit(reader.read, later, crops(number)))
                 asked = time.perf_counter()
                 arrival = coming.popleft().result()
                 now = time.perf_counter()
@@ -108,17 +131,23 @@ class _Reader:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.startswith("cuda") else None
 
-    def read(self, ids: Tensor) -> _Arrival:
+    def read(self, ids: Tensor, crops: Crops | None) -> _Arrival:
         if self._stream is None:
-            return _Arrival(self._dataset.read(ids), None)
+            return _Arrival(read_samples(self._dataset, ids, crops), None)
         with torch.cuda.stream(self._stream):
             # torch owns the page-locked memory and reuses it only after the copy out of it is done.
-            samples = self._read_locked(ids).to(self._device, non_blocking=True)
+            samples = self._read_locked(ids, crops).to(self._device, non_blocking=True)
             is_there = torch.cuda.Event()
             is_there.record(self._stream)
         return _Arrival(samples, is_there)
 
-    def _read_locked(self, ids: Tensor) -> Tensor:
+    def _read_locked(self, ids: Tensor, crops: Crops | None) -> Tensor:
+        if crops is not None:
+            assert isinstance(self._dataset, ReadsCrops)
+            shape, last = (len(ids), *crops.sample_shape), torch.channels_last  # as decoders write them
+            samples = torch.empty(shape, dtype=torch.uint8, memory_format=last, pin_memory=True)
+            self._dataset.read_crops_into(ids, crops, samples)
+            return samples
         if not isinstance(self._dataset, ReadsInto):
             return self._dataset.read(ids).pin_memory()
         samples = torch.empty((len(ids), *self._dataset.sample_shape), dtype=torch.uint8, pin_memory=True)

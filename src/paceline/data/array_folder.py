@@ -1,6 +1,6 @@
 """A folder of arrays: the data of `paceline.train(data=(x, y))`, for the ranks. Names and header; imports no numpy.
 
-    arrays.json                          classes, and shape and type of each part
+    arrays.json                          classes, task, and shape and type of each part
     train-samples.npy  train-labels.npy  the same for validation and test
 
 The header is written last and the folder gets its name by a rename, so a folder with its name is complete. The name is
@@ -16,6 +16,7 @@ from paceline.data.parts import PARTS, TEST, TRAIN
 from paceline.errors import DataError
 from paceline.runs.json_files import Fields, ListOf, MapOf, Number, Word, fit
 from paceline.settings.small_files import read_json_object
+from paceline.settings.tasks import REGRESSION, SINGLE_LABEL, TASKS
 from paceline.settings.text import check_text
 
 ARRAYS = "arrays"  # the name of the data set, and of its folder in a run folder
@@ -29,7 +30,8 @@ _SHAPE = Fields(
         "classes": ListOf(str),
         "parts": MapOf(Fields(required={"shape": ListOf(_SIZE), "dtype": Word(("uint8", "float32"))})),
         "is_test_held_out": bool,
-    }
+    },
+    optional={"task": Word(TASKS)},
 )
 
 
@@ -44,6 +46,7 @@ class ArrayHeader:
     classes: tuple[str, ...]
     parts: dict[str, ArrayPart]
     is_test_held_out: bool
+    task: str = SINGLE_LABEL
 
     @property
     def origins(self) -> tuple[tuple[str, str], ...]:
@@ -64,8 +67,10 @@ def read_header(folder: Path) -> ArrayHeader:
     """DataError if it is not such a folder, or incomplete."""
     try:
         values = fit(read_json_object(folder / HEADER, _LARGEST_HEADER_BYTES), _SHAPE)
+        task = values.get("task", SINGLE_LABEL)
+        least = 1 if task == REGRESSION else 2
         parts = {name: ArrayPart(tuple(part["shape"]), part["dtype"]) for name, part in values["parts"].items()}
-        if not set(parts) <= set(PARTS) or not {TRAIN, TEST} <= set(parts) or len(values["classes"]) < 2:
+        if not set(parts) <= set(PARTS) or not {TRAIN, TEST} <= set(parts) or len(values["classes"]) < least:
             raise ValueError("parts or classes are missing")
         if any(len(part.shape) not in (2, 4) for part in parts.values()):
             raise ValueError("a part is neither images nor vectors")
@@ -80,7 +85,7 @@ def read_header(folder: Path) -> ArrayHeader:
         ) from error
     where = str(folder / HEADER)
     classes = tuple(check_text(name, "the name of a class", where=where) for name in values["classes"])
-    return ArrayHeader(classes, parts, values["is_test_held_out"])
+    return ArrayHeader(classes, parts, values["is_test_held_out"], task)
 
 
 def header_json(header: ArrayHeader) -> dict[str, object]:
@@ -90,4 +95,5 @@ def header_json(header: ArrayHeader) -> dict[str, object]:
         "classes": list(header.classes),
         "parts": parts,
         "is_test_held_out": header.is_test_held_out,
+        **({"task": header.task} if header.task != SINGLE_LABEL else {}),
     }

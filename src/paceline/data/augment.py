@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.data import picture_ops as ops
-from paceline.data.crops import erase_boxes, random_boxes
+from paceline.data.crops import Crops, erase_boxes, random_boxes
 from paceline.data.dataset import DatasetInfo
 from paceline.data.draws import below, draw_bits_from, draw_sequence, start_of, turn_even, unit
 from paceline.data.mixing import NOT_MIXED, Mixing
@@ -75,6 +75,7 @@ class Pipeline:
     extras: Extras = Extras()
     training_sizes: Schedule = ()  # empty: as in evaluation
     repeats: int = 1  # of each sample in a global batch
+    crops_pictures: bool = False  # resized crops and flips are of whole pictures, while they are decoded
 
     def in_epoch(self, epoch: int) -> Pipeline:
         """The same pipeline with the input size of this epoch of training."""
@@ -147,13 +148,22 @@ class Pipeline:
             bits[self._draws.index(_MIX)] = torch.where(keys[-2].bool(), mix, torch.full_like(mix, NOT_MIXED))
         return bits
 
+    def crops(self, keys: Tensor, epoch: int) -> Crops | None:
+        """Crops and flips that the data set does while it decodes these samples; None if `augment` does them."""
+        if not self.crops_pictures:
+            return None
+        box, flip = (draw_bits_from(keys.cpu(), start_of(draw, self.seed, epoch)) for draw in (_BOX, _FLIP))
+        flips = below(2, flip).bool() if self.flip else torch.zeros(len(keys), dtype=torch.bool)
+        extras, side = self.extras, self.in_epoch(epoch).image_size
+        return Crops(box, flips, side, extras.crop_scale, extras.crop_ratio, extras.interpolation)
+
     def augment(self, samples: Tensor, drawn: Tensor) -> Tensor:
         """Like `for_training`, with bits that are drawn already. All tensors are on one device."""
         if samples.dim() != 4:
             return samples
         bits = dict(zip(self._draws, drawn, strict=True))
         samples = self._crop(samples, bits)
-        if self.flip and self.kind != "none":
+        if self.flip and self.kind != "none" and not self.crops_pictures:
             samples = ops.flip(samples, below(2, bits[_FLIP]).bool(), -1)
         if self.extras.vertical_flip:
             samples = ops.flip(samples, below(2, bits[_VERTICAL]).bool(), -2)
@@ -181,7 +191,8 @@ class Pipeline:
             return "none: vectors reach the model as they are"
         extras, parts = self.extras, [self.kind]
         if self.kind == "resized-crop":
-            parts[0] += f" of {extras.crop_scale:.0%} to 100% of the area"
+            whole = "picture" if self.crops_pictures else "area"
+            parts[0] += f" of {extras.crop_scale:.0%} to 100% of the {whole}"
         if self.training_sizes not in ((), ((0, self.image_size),)):
             sides = [f"{side} px" + (f" from epoch {start}" if start else "") for start, side in self.training_sizes]
             parts.append(f"{', '.join(sides)}, {self.image_size} px in evaluation")
@@ -218,13 +229,13 @@ class Pipeline:
         if self.kind in SHIFTED:
             rows, columns = (size // SHIFTED[self.kind] for size in self.raw_shape[1:])
             if self.kind in MIRRORED:
-                bordered = _mirror_borders(samples, rows, columns)
+                bordered = ops.mirror_borders(samples, rows, columns)
             else:
                 bordered = F.pad(samples, [columns, columns, rows, rows])
             return _crop(bordered, self.raw_shape[1:], bits[_ROW], bits[_COLUMN])
         if self.kind == "imagenet":
             return _crop(self._resize(samples), (self.image_size,) * 2, bits[_ROW], bits[_COLUMN])
-        if self.kind == "resized-crop":
+        if self.kind == "resized-crop" and not self.crops_pictures:
             extras, (height, width) = self.extras, samples.shape[2:]
             boxes = random_boxes(bits[_BOX], height, width, extras.crop_scale, extras.crop_ratio)
             return ops.resize_boxes(samples, boxes, (self.image_size,) * 2, extras.interpolation)
@@ -295,13 +306,11 @@ class Pipeline:
         return round(height * scale), round(width * scale)
 
     def _normalise(self, samples: Tensor) -> Tensor:
-        # Change the memory layout while the values are still bytes. The arithmetic is then done in place.
+        if self.mean:
+            return ops.normalise(samples, self.mean, self.std)
         inputs = samples.contiguous(memory_format=torch.channels_last).float()
-        if not self.mean:
-            # Cutout and erasing write in place. They must not change samples that a data set returned as a view.
-            return inputs.clone() if inputs is samples and (self.cutout or self.extras.erase) else inputs
-        mean, std = (_per_channel(values, samples.device) for values in (self.mean, self.std))
-        return (inputs.sub_(mean) if inputs is not samples else inputs - mean).div_(std)
+        # Cutout and erasing write in place. They must not change samples that a data set returned as a view.
+        return inputs.clone() if inputs is samples and (self.cutout or self.extras.erase) else inputs
 
     def _cut_out(self, inputs: Tensor, bits: dict[int, Tensor]) -> Tensor:
         """Set a square to the mean colour, which is zero after normalisation."""
@@ -321,21 +330,6 @@ def _crop(samples: Tensor, size: tuple[int, ...], row_bits: Tensor, column_bits:
     # A view of every window of every sample; indexing copies only the chosen ones.
     windows = samples.unfold(2, height, 1).unfold(3, width, 1)
     return windows[torch.arange(len(samples), device=samples.device), :, rows, columns]
-
-
-def _mirror_borders(samples: Tensor, rows: int, columns: int) -> Tensor:
-    """Add borders that mirror the picture. torch's reflection padding does not support uint8."""
-    for axis, border in ((2, rows), (3, columns)):
-        size = samples.shape[axis]
-        places = torch.arange(-border, size + border, device=samples.device).abs()
-        samples = samples.index_select(axis, torch.minimum(places, 2 * (size - 1) - places))
-    return samples
-
-
-@lru_cache(maxsize=16)
-def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Cached: copying to the GPU for every batch would synchronise with it."""
-    return torch.tensor(values, device=device).view(1, -1, 1, 1) * 255
 
 
 def _span(jitter: float) -> float:
@@ -365,6 +359,7 @@ def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline
         extras=extras,
         training_sizes=training_sizes(config) if kind in RESIZED else (),
         repeats=config.repeat_augment,
+        crops_pictures=config.crop_from == "picture",
     )
 
 

@@ -35,6 +35,7 @@ class DatasetInfo:
     std: Channels = ()
     num_validation: int = 0  # of the validation set, if the data has its own
     task: str = SINGLE_LABEL  # decides what `classes` and labels are
+    order: str = field(default="", compare=False, repr=False)  # what is special about the order of training samples
     folders: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)  # (part, its folder)
     num_skipped: int = field(default=0, compare=False, repr=False)  # files and folders that are not read
 
@@ -56,6 +57,18 @@ class DatasetInfo:
         """Whether a picture file can become a sample. True for square uint8 images of 1 or 3 channels."""
         is_square = self.is_image and self.sample_shape[1] == self.sample_shape[2]
         return is_square and not self.is_float and self.sample_shape[0] in (1, 3)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The training samples of data that exceeds its cache: an epoch reads only some data files at a time."""
+
+    blocks: Tensor  # the data file of each sample, int64
+    size: int  # files that are read at a time
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.blocks.max()) + 1
 
 
 class Dataset(Protocol):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.dataset import Dataset, LoadedData, ResidentDataset
+from paceline.data.dataset import Dataset, LoadedData, ResidentDataset, Windows
 from paceline.data.draws import draw_bits
 from paceline.data.pack_format import crc32_of
 from paceline.data.parts import TEST, TRAIN, VALIDATION
@@ -49,10 +49,15 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
     lines = _differences_of_all(saved, now)
     for part in (TRAIN, VALIDATION, TEST):
         lines += _part_differences(part, saved, now)
+    windows = [fingerprint[TRAIN].get("window", "all samples") for fingerprint in (saved, now)]
+    if windows[0] != windows[1]:
+        lines.append(f"order: shuffled over {windows[0]} then, over {windows[1]} now (--cache-gb)")
     # Only pictures have a decoder. Fingerprints of the first one do not name it.
     then, here = (fingerprint[TRAIN].get("decoder", 1) for fingerprint in (saved, now))
     if then != here:
-        lines.append(f"pixels: pictures were decoded by rules {then}, now by rules {here} (EXIF, transparency, bits)")
+        lines.append(
+            f"pixels: pictures were decoded by rules {then}, now by rules {here} (EXIF, transparency, library)"
+        )
     return lines
 
 
@@ -97,6 +102,9 @@ def _part(dataset: Dataset) -> Fingerprint:
     kind, contents = _contents(dataset)
     labels = _digest(dataset.labels.contiguous().numpy().tobytes())
     found = {"samples": len(dataset), "labels": labels, "kind": kind, "contents": contents}
+    windows: Windows | None = getattr(dataset, "windows", None)
+    if windows is not None:
+        found["window"] = f"{windows.size} of {windows.num_blocks} data files at a time"
     decoder = getattr(dataset, "decoder", None)
     return found if decoder is None else {**found, "decoder": decoder}
 
@@ -105,9 +113,10 @@ def _contents(dataset: Dataset) -> tuple[str, str]:
     if isinstance(dataset, ResidentDataset):
         samples = dataset.samples.cpu().contiguous()
         return "pixels", f"{samples.dtype}-{crc32_of(samples.view(torch.uint8).flatten().numpy()):08x}"
-    files = getattr(dataset, "list_files", None)
-    if files is not None:
-        return "files", _digest(b"".join(name + b"\0%d\n" % size for name, size in files()))
+    contents = getattr(dataset, "contents", None)  # of encoded pictures
+    if contents is not None:
+        kind, digest = contents()
+        return kind, digest
     checksums = getattr(dataset, "checksums", None)
     if checksums is not None:
         return "shards", _digest(json.dumps(checksums).encode())

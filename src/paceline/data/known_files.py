@@ -14,6 +14,8 @@ CIFAR10_FOLDER = "cifar-10-batches-bin"
 CIFAR10_PICKLED_FOLDER = "cifar-10-batches-py"
 CIFAR10_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")  # the test set comes last
 CIFAR10_PICKLED_FILES = tuple(name.removesuffix(".bin") for name in CIFAR10_FILES)
+CIFAR100_FOLDER = "cifar-100-python"  # as torchvision has it
+CIFAR100_MD5 = {"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"}
 FASHION_MNIST_FOLDER = "fashion-mnist"
 FASHION_MNIST_OTHER_FOLDER = Path("FashionMNIST", "raw")  # where torchvision puts it
 FASHION_MNIST_MD5 = {  # of the gzipped files
@@ -30,6 +32,8 @@ def missing_files(dataset: str, data_dir: Path) -> list[str]:
         missing = missing_cifar10(cifar10_folder(data_dir))
         pickled = find_pickled_cifar10(data_dir) if missing else None
         return [] if pickled is not None and not missing_pickles(pickled) else missing
+    if dataset == "cifar100":
+        return missing_cifar100(cifar100_folder(data_dir))
     if dataset == "fashion-mnist":
         return [f"{name}.gz" for name in FASHION_MNIST_MD5 if find_fashion_mnist(data_dir, name) is None]
     return []
@@ -66,6 +70,15 @@ def cifar10_folder(data_dir: Path) -> Path:
 
 def missing_cifar10(folder: Path) -> list[str]:
     return [name for name in CIFAR10_FILES if not (folder / name).exists()]
+
+
+def cifar100_folder(data_dir: Path) -> Path:
+    """`data_dir` may be the folder of the files or the folder above it."""
+    return data_dir if data_dir.name == CIFAR100_FOLDER else data_dir / CIFAR100_FOLDER
+
+
+def missing_cifar100(folder: Path) -> list[str]:
+    return [name for name in CIFAR100_MD5 if not (folder / name).exists()]
 
 
 def find_pickled_cifar10(data_dir: Path) -> Path | None:

@@ -25,32 +25,54 @@ _BOOLS = ("False", "True")
 
 def as_raw_labels(values: Any) -> RawLabels:
     """An array of whole numbers, texts or bools. UserError for anything else."""
+    refuse_masked(values)
     try:
         labels = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     except (TypeError, ValueError) as error:  # of several lengths, for example
-        raise _wrong_labels(f"a {type(values).__name__}") from error
+        raise _wrong_labels(f"a {type(values).__name__}", None) from error
     if labels.shape == (0,):
         raise no_samples()
     if labels.dtype.kind == "O" and all(isinstance(label, str) for label in labels.flat):  # pandas has no text type
         labels = labels.astype(str)
     if labels.dtype.kind not in _KINDS or labels.ndim != 1:
-        raise _wrong_labels(f"{labels.dtype} of shape {tuple(labels.shape)}")
+        raise _wrong_labels(f"{labels.dtype} of shape {tuple(labels.shape)}", _hint_for(labels))
     if labels.dtype.kind == "i" and labels.min() < 0:
         raise UserError("a label is negative", got=int(labels.min()), allowed="0, 1, 2, ...")
     return labels
+
+
+def refuse_masked(values: Any) -> None:
+    """numpy's conversions ignore the mask: hidden values would be trained on."""
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise UserError(
+            "values are masked, and a mask cannot be trained on",
+            got=f"{int(np.ma.getmaskarray(values).sum()):,} masked values of {values.size:,}",
+            allowed="arrays without masked values",
+            hint="x.filled(0), or leave these samples out",
+        )
 
 
 def no_samples() -> UserError:
     return UserError("there are no samples", allowed="at least one")
 
 
-def _wrong_labels(got: str) -> UserError:
+def _wrong_labels(got: str, hint: str | None) -> UserError:
     return UserError(
         "labels of this kind cannot be trained on",
         got=got,
         allowed="one per sample: whole numbers from 0, texts or bools",
-        hint="y.astype(int) for whole numbers that are stored as floats" if got.startswith("float") else None,
+        hint=hint,
     )
+
+
+def _hint_for(labels: RawLabels) -> str | None:
+    if labels.ndim == 2 and labels.dtype.kind in "iufb":
+        if labels.shape[1] == 1:
+            return "y.ravel() for a column of labels"
+        return "y.argmax(1) for rows of 0 with one 1, task='multi-label' for rows of 0 and 1, or task='regression'"
+    if labels.dtype.kind == "f":
+        return "y.astype(int) for whole numbers that are stored as floats, or task='regression'"
+    return None
 
 
 def class_names(classes: Any, labels: Sequence[RawLabels]) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from paceline.data.draws import draw_permutation
 
-_ORDER, _SPLIT, _FOLDS, _TEST = 1, 2, 7, 8  # part of the hash, so draws differ by purpose (3 to 6: sampling.py)
+# Part of the hash, so draws differ by purpose (3 to 6 and 9: sampling.py, keep.py).
+_ORDER, _SPLIT, _FOLDS, _TEST, _BLOCKS = 1, 2, 7, 8, 11
 _ID_BITS = 40
 SPLIT_SEED = 0  # the validation set does not depend on the seed of the run
 
@@ -21,6 +22,18 @@ SPLIT_SEED = 0  # the validation set does not depend on the seed of the run
 def epoch_order(num_samples: int, seed: int, epoch: int, device: str | torch.device = "cpu") -> Tensor:
     """Positions 0..num_samples-1 in this epoch's order."""
     return draw_permutation(num_samples, _ORDER, seed, epoch, device=device)
+
+
+def sort_by_windows(blocks: Tensor, window: int, seed: int, epoch: int) -> Tensor:
+    """For data that exceeds its cache: which entries of an order come first if only `window` blocks are read at a time.
+
+    `blocks`: the block (data file) of each entry. The blocks are shuffled and cut into windows; inside a window the
+    entries keep their order. The last window may have fewer blocks.
+    """
+    shuffled = draw_permutation(int(blocks.max()) + 1, _BLOCKS, seed, epoch, device=blocks.device)
+    place = torch.empty_like(shuffled)
+    place[shuffled] = torch.arange(len(shuffled), device=blocks.device)
+    return (place[blocks] // window).sort(stable=True).indices
 
 
 def draw_keys(ids: Tensor, repetitions: Tensor | int) -> Tensor:

@@ -1,9 +1,8 @@
-"""`paceline data pack`: decodes and resizes every picture once, into shards that training maps into memory.
+"""`paceline data pack`: decodes every picture once, and writes pixels or encoded pictures into a few large files.
 
-Several processes decode. Each writes its pictures directly into the shard file, so no pixels are sent between
-processes and memory use stays constant. A shard is written under a temporary name, flushed, renamed and then listed in
-`packing.json`. A listed shard is complete. Packing again makes the missing shards, and those whose pictures have
-changed. A packing that was killed and continued gives the same bits. Imports no torch.
+Several processes decode (`pack_shards.py`), and memory use stays constant. A shard is written under a temporary name,
+flushed, renamed and then listed in `packing.json`. A listed shard is complete. Packing again makes the missing shards,
+and those whose pictures have changed. A packing that was killed and continued gives the same bits. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
+from paceline.data.archives.places import has_archives
 from paceline.data.decoders import in_processes
+from paceline.data.encoded_pictures import digest_of_files
 from paceline.data.pack_format import (
     FINISHED,
     UNFINISHED,
+    Encoding,
     Packed,
     Shard,
     checksum,
@@ -33,15 +33,15 @@ from paceline.data.pack_format import (
     shard_layout,
     size_damage,
 )
+from paceline.data.pack_shards import EncodedFiles, Pixels, Stored
+from paceline.data.packed_pictures import PackedPictures
 from paceline.data.parts import PARTS
 from paceline.data.picture_folder import Pictures, find_pictures
-from paceline.data.pictures import DECODER, GREY, read_pixels
+from paceline.data.pictures import DECODER
 from paceline.errors import DataError, UserError
 
 _LEAST_SHARD_BYTES = 64 * 2**20
 _MOST_SHARDS = 256  # per part: each keeps a file open in every rank
-_CHUNK_BYTES = 8 * 2**20  # in memory of one process at a time
-_CHUNK_PICTURES = 16  # small, so the progress bar moves often
 _SPARE_BYTES = 16 * 2**20
 _MOST_NAMES = 6
 
@@ -62,6 +62,12 @@ class PackRequest:
     workers: int = 1
     unreadable: int = 0
     shard_bytes: int | None = None  # None: chosen from the size of the set
+    encoding: Encoding | None = None  # None: as pixels for `image_size`
+
+    @property
+    def side(self) -> int:
+        """Of the stored squares; 0 for encoded pictures."""
+        return picture_side(self.image_size) if self.encoding is None else 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,14 @@ class _ShardPlan:
     paths: list[Path]
     source: str
 
+    file_bytes: int  # of the pictures, before they are packed
+    root: Path
+
+    def names(self, first: int, count: int) -> list[bytes]:
+        """Of some pictures, relative to the root."""
+        paths = self.paths[first : first + count]
+        return [os.fsencode(path.relative_to(self.root).as_posix()) for path in paths]
+
     def is_made_by(self, shard: Shard | None) -> bool:
         return shard is not None and (shard.pictures, shard.source) == (len(self.paths), self.source)
 
@@ -87,8 +101,7 @@ def pack(request: PackRequest, progress: Progress) -> PackResult:
     """Bring the target up to date with the source."""
     _check_places(request)
     pictures = find_pictures(request.source)
-    request.target.mkdir(parents=True, exist_ok=True)
-    with _alone_in(request.target):
+    with _alone_in(request.target), _writing(request.target):
         before = _found(request)
         packed, plans = _plan(request, pictures, before)
         found = {shard.file: shard for shard in before.shards} if before else {}
@@ -97,19 +110,34 @@ def pack(request: PackRequest, progress: Progress) -> PackResult:
         result = PackResult(replace(packed, shards=_in_order(shards)), len(missing), len(shards))
         if not missing and result.packed == before and (request.target / FINISHED).exists():
             return result
-        _require_space(request, sum(len(plan.paths) for plan in missing) * packed.picture_bytes, kept=set(shards))
+        _require_space(request, sum(_needed_bytes(plan, packed) for plan in missing), kept=set(shards))
         _describe(request.target, result.packed)
         (request.target / FINISHED).unlink(missing_ok=True)
         _remove_leftovers(request.target, kept=set(shards))
         progress.start(sum(len(plan.paths) for plan in plans), sum(shard.pictures for shard in shards.values()))
-        for shard in _make_shards(request, packed.side, missing, progress):
+        for shard in _make_shards(request, missing, progress):
             shards[shard.file] = shard
             _describe(request.target, replace(packed, shards=_in_order(shards)))
-        result = replace(result, packed=replace(packed, shards=_in_order(shards)))
+        result = replace(result, packed=_with_contents(request.target, replace(packed, shards=_in_order(shards))))
+        _describe(request.target, result.packed)
         _require_readable(result.packed, request)
         (request.target / UNFINISHED).replace(request.target / FINISHED)
         _flush_folder(request.target)
     return result
+
+
+def _needed_bytes(plan: _ShardPlan, packed: Packed) -> int:
+    return plan.file_bytes if packed.encoding is not None else len(plan.paths) * packed.picture_bytes
+
+
+def _with_contents(target: Path, packed: Packed) -> Packed:
+    """With the digests that a folder of the stored files would have."""
+    if packed.encoding is None:
+        return packed
+    parts = packed.parts
+    return replace(
+        packed, contents={part: digest_of_files(PackedPictures(target, packed, part).files()) for part in parts}
+    )
 
 
 def _in_order(shards: dict[str, Shard]) -> tuple[Shard, ...]:
@@ -119,6 +147,12 @@ def _in_order(shards: dict[str, Shard]) -> tuple[Shard, ...]:
 
 def _check_places(request: PackRequest) -> None:
     source, target = request.source.resolve(), request.target.resolve()
+    if has_archives(source):
+        raise UserError(
+            "archives are not packed",
+            got=str(request.source),
+            hint="train on them directly, or unpack them into a folder first",
+        )
     if not source.is_dir():
         raise UserError("there is no such folder of pictures", got=str(request.source.absolute()))
     if is_packed(source):
@@ -143,7 +177,15 @@ def _found(request: PackRequest) -> Packed | None:
     if path is None:
         return None
     packed = read_description(path)
-    if packed.side != picture_side(request.image_size):
+    if packed.encoding != request.encoding:
+        raise UserError(
+            "this folder holds pictures packed in another way",
+            where=str(request.target),
+            got=packed.describe_pictures(),
+            allowed=replace(packed, encoding=request.encoding, side=request.side).describe_pictures(),
+            hint="use another folder, or the flags of the first packing",
+        )
+    if packed.side != request.side:
         raise UserError(
             "this folder holds pictures packed at another size",
             where=str(request.target),
@@ -157,40 +199,57 @@ def _found(request: PackRequest) -> Packed | None:
 
 def _plan(request: PackRequest, pictures: Pictures, before: Packed | None) -> tuple[Packed, list[_ShardPlan]]:
     """The packed set without shards, and the plans of its shards."""
-    side = picture_side(request.image_size)
-    picture_bytes = 3 * side * side
+    sizes = {name: [_stat(path) for path in part.paths] for name, part in pictures}
+    if request.encoding is None:
+        picture_bytes = 3 * request.side * request.side
+    else:
+        total = sum(found.st_size for part in sizes.values() for found in part)
+        picture_bytes = max(1, total // sum(map(len, sizes.values())))
     most = max(len(part.paths) for _, part in pictures)
     shard_bytes = request.shard_bytes or max(_LEAST_SHARD_BYTES, -(-most * picture_bytes // _MOST_SHARDS))
     per_shard = max(1, shard_bytes // picture_bytes)
     if before is not None and request.shard_bytes is None:
         per_shard = before.pictures_per_shard  # keep it: a few new pictures then do not move all the others
     per_class = {name: tuple(part.per_class) for name, part in pictures}
+    contents = before.contents if before is not None else {}
+    packed = Packed(pictures.classes, per_class, request.side, per_shard, (), DECODER, request.encoding, contents)
     plans = []
     for name, part in pictures:
         start = 0
-        for file, size in shard_layout(name, len(part.paths), per_shard):
-            paths = part.paths[start : start + size]
-            plans.append(_ShardPlan(file, paths, _identity(paths, pictures.root)))
+        for file, size in shard_layout(name, len(part.paths), per_shard, packed.suffix):
+            paths, found = part.paths[start : start + size], sizes[name][start : start + size]
+            source, file_bytes = _identity(paths, found, request), sum(status.st_size for status in found)
+            plans.append(_ShardPlan(file, paths, source, file_bytes, pictures.root))
             start += size
-    return Packed(pictures.classes, per_class, side, per_shard, (), DECODER), plans
+    return packed, plans
 
 
-def _identity(paths: list[Path], root: Path) -> str:
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise DataError("this picture cannot be read", where=str(path), got=error.strerror) from error
+
+
+def _identity(paths: list[Path], found: list[os.stat_result], request: PackRequest) -> str:
     """Changes when the name, size or modification time of a picture changes, and with the rules of decoding."""
     digest = hashlib.sha256(f"decoder {DECODER}\n".encode())
-    for path in paths:
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise DataError("this picture cannot be read", where=str(path), got=error.strerror) from error
-        name = path.relative_to(root).as_posix()
-        digest.update(os.fsencode(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\n"))  # a name may not be UTF-8
+    if request.encoding is not None:
+        digest.update(f"{request.encoding}\n".encode())
+    for path, status in zip(paths, found, strict=True):
+        name = path.relative_to(request.source).as_posix()
+        digest.update(os.fsencode(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n"))  # a name may not be UTF-8
     return digest.hexdigest()[:16]
 
 
 @contextmanager
 def _alone_in(target: Path) -> Iterator[None]:
-    with (target / ".pack.lock").open("ab") as handle:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        lock = (target / ".pack.lock").open("ab")
+    except OSError as error:
+        raise UserError("this folder cannot be written", where=str(target), got=error.strerror) from error
+    with lock as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -198,10 +257,24 @@ def _alone_in(target: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            "the packed pictures cannot be written",
+            where=str(target),
+            got=error.strerror,
+            hint="the same command continues where it stopped",
+        ) from error
+
+
 def _leftovers(target: Path, kept: set[str]) -> list[Path]:
     """Partial shards of a killed packing, and shards that do not belong to the set or no longer fit it."""
     parts = [path for path in target.glob(".*.part") if path.is_file()]
-    return parts + [path for path in target.glob("*.u8") if path.name not in kept]
+    shards = [*target.glob("*.u8"), *target.glob("*.enc")]
+    return parts + [path for path in shards if path.name not in kept]
 
 
 def _remove_leftovers(target: Path, kept: set[str]) -> None:
@@ -254,38 +327,30 @@ def _require_readable(packed: Packed, request: PackRequest) -> None:
         )
 
 
-def _make_shards(request: PackRequest, side: int, plans: list[_ShardPlan], progress: Progress) -> Iterator[Shard]:
-    """Decode with all processes, several shards at a time. Yield each shard after its rename."""
-    size = max(1, min(_CHUNK_PICTURES, _CHUNK_BYTES // (3 * side * side)))
+def _make_shards(request: PackRequest, plans: list[_ShardPlan], progress: Progress) -> Iterator[Shard]:
+    """Decode with all processes. Yield each shard after its rename."""
+    stored: Stored = Pixels(request.side) if request.encoding is None else EncodedFiles(request.encoding)
     unreadable: list[str] = []
-    try:
-        for (plan, first), bad in in_processes(_decode, _chunks(request, side, plans, size), request.workers):
-            paths = plan.paths[first : first + size]
-            unreadable += [paths[number].relative_to(request.source).as_posix() for number in bad]
-            progress.advance(len(paths))
-            if first + size >= len(plan.paths):
-                yield _commit(request.target, plan, tuple(unreadable))
-                unreadable = []
-    except OSError as error:
-        raise DataError(
-            "the packed pictures cannot be written",
-            where=str(request.target),
-            got=error.strerror,
-            hint="the same command continues where it stopped",
-        ) from error
+    for (plan, first), result in in_processes(stored.work, _chunks(request, plans, stored), request.workers):
+        part, names = _part(request.target, plan), plan.names(first, stored.chunk_size)
+        unreadable += [os.fsdecode(names[number]) for number in stored.take(part, names, result)]
+        progress.advance(len(names))
+        if first + len(names) == len(plan.paths):
+            shard = Shard(plan.file, len(plan.paths), "", plan.source, tuple(unreadable), *stored.finish(part))
+            yield _commit(request.target, part, shard)
+            unreadable = []
 
 
 def _chunks(
-    request: PackRequest, side: int, plans: list[_ShardPlan], size: int
+    request: PackRequest, plans: list[_ShardPlan], stored: Stored
 ) -> Iterator[tuple[tuple[_ShardPlan, int], tuple[Any, ...]]]:
-    """The tasks of the processes: some pictures and their place in a shard. Creates the file of the shard first."""
+    """The tasks of the processes: some pictures of a shard. Creates the file of the shard first."""
     for plan in plans:
         part = _part(request.target, plan)
-        with part.open("wb") as file:
-            file.truncate(3 * side * side * len(plan.paths))
-        for first in range(0, len(plan.paths), size):
-            names = [str(path) for path in plan.paths[first : first + size]]
-            yield (plan, first), (str(part), first, names, side)
+        stored.create(part, len(plan.paths))
+        for first in range(0, len(plan.paths), stored.chunk_size):
+            paths = [str(path) for path in plan.paths[first : first + stored.chunk_size]]
+            yield (plan, first), stored.arguments(part, first, paths)
 
 
 def _part(target: Path, plan: _ShardPlan) -> Path:
@@ -293,36 +358,14 @@ def _part(target: Path, plan: _ShardPlan) -> Path:
     return target / f".{plan.file}.{os.getpid()}.part"
 
 
-def _commit(target: Path, plan: _ShardPlan, unreadable: tuple[str, ...]) -> Shard:
+def _commit(target: Path, part: Path, shard: Shard) -> Shard:
     """Flush a complete shard and rename it."""
-    part = _part(target, plan)
     crc32 = checksum(part)
     handle = os.open(part, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-    part.replace(target / plan.file)
+    part.replace(target / shard.file)
     _flush_folder(target)
-    return Shard(plan.file, len(plan.paths), crc32, plan.source, unreadable)
-
-
-def _decode(part: str, first: int, names: list[str], side: int) -> list[int]:
-    """Write pictures into their places in a shard. Return the numbers of those that cannot be read."""
-    pixels = np.empty((len(names), 3, side, side), dtype=np.uint8)
-    unreadable = []
-    for number, name in enumerate(names):
-        try:
-            pixels[number] = read_pixels(Path(name), side)
-        except DataError:
-            pixels[number] = GREY
-            unreadable.append(number)
-    handle = os.open(part, os.O_WRONLY)
-    try:
-        rest, offset = pixels.reshape(-1).data, first * 3 * side * side
-        while rest:
-            written = os.pwrite(handle, rest, offset)
-            rest, offset = rest[written:], offset + written
-    finally:
-        os.close(handle)
-    return unreadable
+    return replace(shard, crc32=crc32)

@@ -1,11 +1,15 @@
 """The format of a packed data set, and the check that it is complete. Imports no torch: a check must start fast.
 
+Pictures are packed as pixels:
+
     PACKED/
       packed.json      classes, side, number of the decoder's rules, and per shard its pictures, size and CRC-32;
                        ends in its own checksum
       train-00000.u8   pictures one after the other, nothing between them: uint8 [pictures, 3, side, side]
       train-00001.u8   ...
       test-00000.u8    ..., and validation-00000.u8 if the pictures have a validation folder
+
+or as they are encoded (JPEG, PNG, ...), with train-00000.enc and so on instead (`packed_pictures.py`).
 
 All shards of a part except the last hold the same number of pictures, so a sample's number gives its place. Pictures
 are sorted by class, so the class sizes give the labels. `packing.json` has the same format and exists during the
@@ -18,7 +22,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +37,31 @@ try:
 except ImportError:  # pragma: no cover
     import zlib as _checksums  # type: ignore[no-redef]
 
-VERSION = 2  # of the format; format 1 has no validation part, and only decoder 1
+VERSION = 2  # of the format for pixels; format 1 has no validation part, and only decoder 1
+ENCODED_VERSION = 3  # for encoded pictures
 FINISHED, UNFINISHED = "packed.json", "packing.json"
-_SHARD_NAME = re.compile(rf"({'|'.join(PARTS)})-[0-9]{{5}}\.u8")
+_SHARD_NAME = re.compile(rf"({'|'.join(PARTS)})-[0-9]{{5}}\.(u8|enc)")
 _LARGEST_JSON_BYTES = 64 * 2**20
 _CHUNK_BYTES = 4 * 2**20
 _MOST_PICTURES = 10**10
-_SIZE = Number(1, 10**6, is_whole=True)
+ENTRY_BYTES = 24  # of a picture in the index of a shard
+_SHARD = {"file": str, "pictures": COUNT, "crc32": str, "source": str, "unreadable": ListOf(str)}
+_ENCODED_SHARD = {"pictures_bytes": COUNT, "names_bytes": COUNT}
+_BOTH = {
+    "classes": ListOf(str),
+    "per_class": MapOf(ListOf(COUNT)),
+    "pictures_per_shard": Number(1, _MOST_PICTURES, is_whole=True),
+    "decoder": COUNT,
+}
 _SHAPE = Fields(
+    required={**_BOTH, "side": Number(1, 10**6, is_whole=True), "shards": ListOf(Fields(required=_SHARD))},
+)
+_ENCODED_SHAPE = Fields(
     required={
-        "classes": ListOf(str),
-        "per_class": MapOf(ListOf(COUNT)),
-        "side": _SIZE,
-        "pictures_per_shard": Number(1, _MOST_PICTURES, is_whole=True),
-        "shards": ListOf(
-            Fields(required={"file": str, "pictures": COUNT, "crc32": str, "source": str, "unreadable": ListOf(str)})
-        ),
-        "decoder": COUNT,
+        **_BOTH,
+        "shards": ListOf(Fields(required={**_SHARD, **_ENCODED_SHARD})),
+        "encoding": Fields(required={"max_side": COUNT, "quality": COUNT}),
+        "contents": MapOf(str),
     }
 )
 
@@ -63,6 +75,16 @@ class Shard:
     crc32: str
     source: str  # hash of the names, sizes and times of its pictures
     unreadable: tuple[str, ...] = ()  # replaced by grey
+    pictures_bytes: int = 0  # these two: of encoded pictures and of their names
+    names_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How pictures are stored if not as pixels."""
+
+    max_side: int = 0  # larger pictures are scaled to this longer side and encoded as JPEG; 0: all as they are
+    quality: int = 90  # of that JPEG
 
 
 @dataclass(frozen=True)
@@ -71,10 +93,12 @@ class Packed:
 
     classes: tuple[str, ...]
     per_class: dict[str, tuple[int, ...]]  # for each part, the number of pictures of each class
-    side: int
+    side: int  # 0 for encoded pictures
     pictures_per_shard: int
     shards: tuple[Shard, ...]
-    decoder: int  # the number of the rules that made the pixels (`data/pictures.py`)
+    decoder: int  # the number of the rules that made the pixels or read the pictures (`data/pictures.py`)
+    encoding: Encoding | None = None  # None: pixels
+    contents: dict[str, str] = field(default_factory=dict)  # for each part, a digest of the names and sizes of files
 
     @property
     def parts(self) -> list[str]:
@@ -83,6 +107,20 @@ class Packed:
     @property
     def picture_bytes(self) -> int:
         return 3 * self.side * self.side
+
+    @property
+    def suffix(self) -> str:
+        return "u8" if self.encoding is None else "enc"
+
+    def bytes_of(self, shard: Shard) -> int:
+        """The size of its file."""
+        return shard.pictures * self.picture_bytes if self.encoding is None else encoded_bytes(shard)
+
+    def describe_pictures(self) -> str:
+        if self.encoding is None:
+            return f"{self.side} x {self.side} pixels"
+        most = f", at most {self.encoding.max_side} pixels a side" if self.encoding.max_side else ""
+        return f"encoded{most}"
 
     def num_pictures(self, part: str) -> int:
         return sum(self.per_class[part])
@@ -96,13 +134,26 @@ class Packed:
 
     @property
     def size_bytes(self) -> int:
-        return sum(self.num_pictures(part) for part in self.parts) * self.picture_bytes
+        return sum(map(self.bytes_of, self.shards))
 
     def to_text(self) -> str:
         """JSON with its own checksum. The same pictures give the same text."""
-        body = {"paceline_packed": VERSION, "pixels": "uint8 [pictures, 3, side, side], central square, bilinear"}
-        body |= asdict(self)
+        values = asdict(self)
+        if self.encoding is None:
+            body = {"paceline_packed": VERSION, "pixels": "uint8 [pictures, 3, side, side], central square, bilinear"}
+            unused = {"encoding", "contents"}
+            for shard in values["shards"]:
+                del shard["pictures_bytes"], shard["names_bytes"]
+        else:
+            body = {"paceline_packed": ENCODED_VERSION, "pictures": "encoded, then an index, then names"}
+            unused = {"side"}
+        body |= {name: value for name, value in values.items() if name not in unused}
         return json.dumps({**body, "crc32": _seal(body)}, indent=1) + "\n"
+
+
+def encoded_bytes(shard: Shard) -> int:
+    """The size of a shard of encoded pictures."""
+    return shard.pictures_bytes + shard.pictures * ENTRY_BYTES + shard.names_bytes
 
 
 def picture_side(image_size: int) -> int:
@@ -113,6 +164,11 @@ def picture_side(image_size: int) -> int:
 def is_packed(folder: Path) -> bool:
     """True also for an unfinished packing: its files are not class folders."""
     return (folder / FINISHED).exists() or (folder / UNFINISHED).exists()
+
+
+def holds_pixels(folder: Path) -> bool:
+    """Whether a folder is packed as pixels, so that training decodes nothing."""
+    return is_packed(folder) and not any(folder.glob("*.enc"))
 
 
 def open_packed(folder: Path) -> Packed:
@@ -135,7 +191,7 @@ def read_finished(folder: Path) -> Packed:
     packed = read_description(folder / FINISHED)
     for part in PARTS:
         num_pictures = packed.num_pictures(part) if part in packed.per_class else 0
-        wanted = shard_layout(part, num_pictures, packed.pictures_per_shard)
+        wanted = shard_layout(part, num_pictures, packed.pictures_per_shard, packed.suffix)
         if [(shard.file, shard.pictures) for shard in packed.shards_of(part)] != wanted:
             raise DataError(
                 "the description of this packed data set is damaged",
@@ -151,7 +207,7 @@ def read_description(path: Path) -> Packed:
     try:
         body = parse_json(read_small(path, _LARGEST_JSON_BYTES), allows_raw_bytes=True)
         version = body["paceline_packed"]
-        if version in (1, VERSION):
+        if version in (1, VERSION, ENCODED_VERSION):
             return _parse(body, version)
     except OSError as error:
         raise DataError("this file cannot be read", where=str(path), got=error.strerror) from error
@@ -166,7 +222,7 @@ def read_description(path: Path) -> Packed:
         "this data set was packed by another version of Paceline",
         where=str(path),
         got=f"format {version!r}"[:40],
-        allowed=f"formats 1 to {VERSION}",
+        allowed=f"formats 1 to {ENCODED_VERSION}",
         hint="pack the pictures again, or use the Paceline that packed them",
     )
 
@@ -174,17 +230,20 @@ def read_description(path: Path) -> Packed:
 def _parse(body: dict[str, Any], version: int) -> Packed:
     if body.pop("crc32") != _seal(body):
         raise ValueError("its checksum does not match")
-    body = fit({**body, "decoder": 1} if version == 1 else body, _SHAPE)
+    is_encoded = version == ENCODED_VERSION
+    body = fit({**body, "decoder": 1} if version == 1 else body, _ENCODED_SHAPE if is_encoded else _SHAPE)
     if not {TRAIN, TEST} <= body["per_class"].keys() <= set(PARTS):
         raise ValueError("impossible parts")
     shards = tuple(Shard(**{**entry, "unreadable": tuple(entry["unreadable"])}) for entry in body["shards"])
     packed = Packed(
         classes=tuple(body["classes"]),
         per_class={part: tuple(body["per_class"][part]) for part in PARTS if part in body["per_class"]},
-        side=body["side"],
+        side=0 if is_encoded else body["side"],
         pictures_per_shard=body["pictures_per_shard"],
         shards=shards,
         decoder=body["decoder"],
+        encoding=Encoding(**body["encoding"]) if is_encoded else None,
+        contents=dict(body["contents"]) if is_encoded else {},
     )
     # A forged description must not lead outside this folder or beyond the end of its files.
     if not all(_SHARD_NAME.fullmatch(shard.file) for shard in shards):
@@ -198,10 +257,10 @@ def _parse(body: dict[str, Any], version: int) -> Packed:
     return packed
 
 
-def shard_layout(part: str, num_pictures: int, per_shard: int) -> list[tuple[str, int]]:
+def shard_layout(part: str, num_pictures: int, per_shard: int, suffix: str = "u8") -> list[tuple[str, int]]:
     """File name and number of pictures of each shard."""
     starts = range(0, num_pictures, per_shard)
-    return [(f"{part}-{n:05}.u8", min(per_shard, num_pictures - start)) for n, start in enumerate(starts)]
+    return [(f"{part}-{n:05}.{suffix}", min(per_shard, num_pictures - start)) for n, start in enumerate(starts)]
 
 
 def _seal(body: dict[str, Any]) -> str:
@@ -227,7 +286,7 @@ def checksum(path: Path, tell: Callable[[int], None] = lambda size_bytes: None) 
 
 def size_damage(folder: Path, packed: Packed, shard: Shard) -> str | None:
     """What is wrong with the size of a shard, or None."""
-    wanted = shard.pictures * packed.picture_bytes
+    wanted = packed.bytes_of(shard)
     try:
         found = (folder / shard.file).stat().st_size
     except OSError as error:
@@ -265,7 +324,7 @@ def damaged_shard(folder: Path, damages: list[str]) -> DataError:
 def require_side(packed: Packed, folder: Path, image_size: int, *, can_shrink: bool) -> None:
     """Check the packed size against the run's input size. Larger pictures are accepted if the pipeline resizes."""
     wanted = picture_side(image_size)
-    if packed.side == wanted or (can_shrink and packed.side > wanted):
+    if packed.encoding is not None or packed.side == wanted or (can_shrink and packed.side > wanted):
         return
     raise UserError(
         "these pictures were packed for another input size",

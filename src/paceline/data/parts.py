@@ -16,6 +16,9 @@ NAMES = {TRAIN: ("train",), VALIDATION: ("val", "valid", "validation"), TEST: ("
 # Folders that other programs make.
 _SYSTEM = frozenset({"__macosx", "@eadir", "$recycle.bin", "system volume information", "lost+found", "__pycache__"})
 LAYOUT = "train/CLASS/PICTURE and test/CLASS/PICTURE (also val/CLASS/PICTURE), or CLASS/PICTURE"
+KAGGLE = Path("ILSVRC", "Data", "CLS-LOC")
+FLAT_FOLDER = "images"  # as in Tiny ImageNet
+_LONGEST_LINE = 4096
 TABLE_ALONE = "labels.csv"
 TABLE_LAYOUT = f"train.csv and test.csv (also val.csv), or {TABLE_ALONE}, with the columns path and label"
 
@@ -25,8 +28,16 @@ def part_named(name: str) -> str | None:
     return next((part for part, names in NAMES.items() if name.lower() in names), None)
 
 
+def pictures_root(folder: Path) -> Path:
+    """The folder that holds train: `folder`, or the one inside of it in Kaggle's copy of ImageNet."""
+    return folder / KAGGLE if (folder / KAGGLE / "train").is_dir() else folder
+
+
 def part_folders(root: Path) -> dict[str, str]:
-    """The folders that hold the parts, by part. Empty if `root` has no train folder: then it holds the classes."""
+    """The folders that hold the parts, by part. Empty if `root` has no train folder: then it holds the classes.
+
+    Without test pictures that have labels, the validation pictures are the test pictures, as is usual for ImageNet.
+    """
     names = sorted(e.name for e in os.scandir(root) if e.is_dir())
     found = {part: [name for name in names if part_named(name) == part] for part in PARTS}
     if not found[TRAIN]:
@@ -40,17 +51,32 @@ def part_folders(root: Path) -> dict[str, str]:
                 allowed=f"one of {', '.join(NAMES[part])}",
                 hint="rename or move the others",
             )
+    if found[VALIDATION] and (not found[TEST] or is_flat(root / found[TEST][0])):
+        found[TEST], found[VALIDATION] = found[VALIDATION], []
     if not found[TEST]:
-        has_validation = f"{found[VALIDATION][0]} holds the validation pictures; " if found[VALIDATION] else ""
         raise DataError(
             "there is a train folder but no test folder",
             where=str(root),
             got=", ".join(names),
             allowed=LAYOUT,
-            hint=f"{has_validation}move some pictures to test/CLASS"
-            + (f", or rename {found[VALIDATION][0]} to test" if found[VALIDATION] else ""),
+            hint="move some pictures to test/CLASS",
         )
     return {part: same[0] for part, same in found.items() if same}
+
+
+def is_flat(folder: Path) -> bool:
+    """Whether a folder holds pictures without class folders (also in a folder `images`). A list has their classes."""
+    return not [name for name in _folders_in(folder) if name != FLAT_FOLDER]
+
+
+def has_tables(root: Path) -> bool:
+    """Whether a CSV file in this folder lists the training pictures. Reads its first line."""
+    for name in ("train.csv", TABLE_ALONE):
+        if (root / name).is_file():
+            with (root / name).open("rb") as file:
+                columns = file.readline(_LONGEST_LINE).decode("utf-8-sig", "replace").strip().split(",")
+            return {"path", "label"} <= {column.strip('"') for column in columns}
+    return False
 
 
 def hidden_reason(name: str) -> str:

@@ -3,7 +3,8 @@
 The layout is DATA_DIR/train/CLASS/PICTURE and DATA_DIR/test/CLASS/PICTURE, with or without DATA_DIR/val/CLASS/PICTURE.
 Without a train folder it is DATA_DIR/CLASS/PICTURE, and about every fifth picture is kept for the test. The split
 depends only on the file name. Adding pictures does not move existing ones. Pictures in folders below a class folder
-belong to that class. Imports no torch.
+belong to that class. The pictures of val or test may lie in one folder, with a list of their classes, as ImageNet is
+published (`validation_list.py`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from paceline.data.parts import (
     TEST,
     TRAIN,
     hidden_reason,
+    is_flat,
     no_training_data,
     part_folders,
+    pictures_root,
     require_class_folders,
 )
 from paceline.data.pictures import ABSENT_EXTENSIONS, EXTENSIONS
+from paceline.data.validation_list import flat_pictures, is_list, read_validation_list
 from paceline.errors import DataError
 from paceline.settings.text import check_text
 
@@ -76,6 +80,7 @@ def find_pictures(root: Path) -> Pictures:
     """Class names and file names; opens no picture."""
     skipped = Skipped()
     try:
+        root = pictures_root(root)
         folders = part_folders(root)
         parts = _several_folders(root, folders, skipped) if folders else _one_folder(root, skipped)
     except OSError as error:
@@ -88,11 +93,15 @@ def _several_folders(root: Path, folders: dict[str, str], skipped: Skipped) -> d
     for entry in _sorted(root):
         if entry.name not in folders.values():
             is_folder = entry.is_dir()
+            if is_list(entry.name):
+                continue
             reason = "not in a class folder" if not is_folder else "a folder beside train that is no part of the data"
             skipped.add(hidden_reason(entry.name) or reason, Path(entry.path))
-    parts = {part: _by_class(root / folders[part], skipped) for part in PARTS if part in folders}
-    train = parts[TRAIN]
-    for part, found in parts.items():
+    train = _by_class(root / folders[TRAIN], skipped)
+    parts = {TRAIN: train}
+    for part in [part for part in PARTS[1:] if part in folders]:
+        folder = root / folders[part]
+        found = parts[part] = _by_list(folder, list(train), skipped) if is_flat(folder) else _by_class(folder, skipped)
         if found.keys() != train.keys():
             only = [f"{name}: only in {folders[TRAIN]}" for name in sorted(train.keys() - found.keys())]
             only += [f"{name}: only in {folders[part]}" for name in sorted(found.keys() - train.keys())]
@@ -139,7 +148,12 @@ def _require_classes(root: Path, found: _Classes) -> None:
 
 def is_kept_for_test(path: Path, root: Path) -> bool:
     """By its name alone."""
-    digest = hashlib.sha256(os.fsencode(path.relative_to(root).as_posix())).digest()  # a name may not be UTF-8
+    return is_name_kept_for_test(os.fsencode(path.relative_to(root).as_posix()))  # a name may not be UTF-8
+
+
+def is_name_kept_for_test(name: bytes) -> bool:
+    """`name`: relative to the root of the data."""
+    digest = hashlib.sha256(name).digest()
     return int.from_bytes(digest[:8]) % TEST_ONE_IN == 0
 
 
@@ -164,6 +178,22 @@ def _by_class(folder: Path, skipped: Skipped) -> _Classes:
         error = no_training_data(folder, "no pictures in " + ", ".join(empty[:8]))
         error.allowed = f"pictures in every class folder ({', '.join(sorted(EXTENSIONS))})"
         raise error
+    return found
+
+
+def _by_list(folder: Path, classes: list[str], skipped: Skipped) -> _Classes:
+    """Pictures per class, of a folder without class folders. A class may have none of them."""
+    place, names = flat_pictures(folder), []
+    for entry in _sorted(place):
+        if reason := hidden_reason(entry.name) or _is_no_picture(entry):
+            if not is_list(entry.name):
+                skipped.add(reason, place / entry.name)
+        else:
+            names.append(entry.name)
+    class_of = read_validation_list(folder, classes, names)
+    found: _Classes = {name: [] for name in classes}
+    for name in names:
+        found[class_of[name]].append(place / name)
     return found
 
 

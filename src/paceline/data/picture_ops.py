@@ -8,6 +8,7 @@ change no bit. Nothing reads a value back from the device, so a whole pipeline c
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 _GRAY = (0.2989, 0.587, 0.114)  # ITU-R 601-2, with the rounding that torchvision uses
 _LEVELS = 256
+_VALUES_AT_ONCE = 2**17
 
 # --- Geometry ---------------------------------------------------------------------------------------------------------
 
@@ -71,6 +73,15 @@ def _cubic(distance: Tensor, a: float = -0.5) -> Tensor:
     near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
     far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
     return torch.where(distance < 1, near, torch.where(distance < 2, far, torch.zeros_like(far)))
+
+
+def mirror_borders(samples: Tensor, rows: int, columns: int) -> Tensor:
+    """Add borders that mirror the picture. torch's reflection padding does not support uint8."""
+    for axis, border in ((2, rows), (3, columns)):
+        size = samples.shape[axis]
+        places = torch.arange(-border, size + border, device=samples.device).abs()
+        samples = samples.index_select(axis, torch.minimum(places, 2 * (size - 1) - places))
+    return samples
 
 
 def flip(samples: Tensor, is_flipped: Tensor, axis: int) -> Tensor:
@@ -249,3 +260,40 @@ def choose(is_chosen: Tensor, changed: Tensor, samples: Tensor) -> Tensor:
 
 def to_bytes(values: Tensor) -> Tensor:
     return values.round().clamp_(0, 255).to(torch.uint8)
+
+
+# --- Model inputs -----------------------------------------------------------------------------------------------------
+
+
+def normalise(samples: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Samples of 0 to 255 as float32 in channels-last memory; `mean` and `std` per channel, in [0, 1]."""
+    if samples.dtype == torch.uint8 and samples.device.type == "cpu":
+        return _normalise_bytes(samples, mean, std)
+    # Change the memory layout while the values are still bytes. The arithmetic is then done in place.
+    inputs = samples.contiguous(memory_format=torch.channels_last).float()
+    centre, scale = (_per_channel(values, samples.device) for values in (mean, std))
+    return (inputs.sub_(centre) if inputs is not samples else inputs - centre).div_(scale)
+
+
+def _normalise_bytes(samples: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """The same numbers on a CPU: a few samples at a time, which stay in its cache."""
+    inputs = torch.empty(samples.shape, memory_format=torch.channels_last)
+    values = samples[0].numel()
+    # Whole pictures of mean and deviation: vector code does not apply to a period of three channels.
+    centre, scale = (_per_value(numbers, *samples.shape[2:]) for numbers in (mean, std))
+    at_once = max(1, _VALUES_AT_ONCE // values)
+    for part, place in zip(samples.split(at_once), inputs.split(at_once), strict=True):
+        place.copy_(part.contiguous(memory_format=torch.channels_last)).sub_(centre).div_(scale)
+    return inputs
+
+
+@lru_cache(maxsize=16)
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Cached: copying to the GPU for every batch would synchronise with it."""
+    return torch.tensor(values, device=device).view(1, -1, 1, 1) * 255
+
+
+@lru_cache(maxsize=16)
+def _per_value(values: tuple[float, ...], height: int, width: int) -> Tensor:
+    one = _per_channel(values, torch.device("cpu"))
+    return one.expand(1, -1, height, width).contiguous(memory_format=torch.channels_last)

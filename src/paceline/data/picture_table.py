@@ -24,6 +24,7 @@ from paceline.settings.text import check_text
 SEPARATOR = ";"
 _PATH, _LABEL, _WEIGHT = "path", "label", "weight"
 _MOST_LINES = 3
+LARGEST_FLOAT32 = 3.4e38
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,14 @@ def _read_row(row: dict[str, str | None], root: Path, task: str, where: str) -> 
         raise DataError("a picture has no label", where=where, got=path, hint=hint or None)
     if task == REGRESSION and not all(_is_number(text) for text in labels):
         raise DataError("a label is no number", where=where, got=label, allowed=f"numbers, separated by {SEPARATOR!r}")
+    if task == REGRESSION and any(abs(float(text)) > LARGEST_FLOAT32 for text in labels):
+        raise DataError(
+            "a label is too large for training",
+            where=where,
+            got=label,
+            allowed=f"up to {LARGEST_FLOAT32:.1e} (float32)",
+            hint="scale the labels to about -1 to 1",
+        )
     if weight and not _is_number(weight):
         raise DataError("a weight is no number", where=where, got=weight)
     if not Path(os.path.normpath(root / path)).is_relative_to(os.path.normpath(root)):

@@ -22,11 +22,12 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, features
+from PIL import Image, UnidentifiedImageError, features
 
 from paceline.errors import DataError
 
@@ -83,7 +84,13 @@ _WHITE = (255, 255, 255, 255)
 
 def read_pixels(path: Path, side: int) -> NDArray[np.uint8]:
     """A picture as [3, side, side]: its central square, scaled. The array is a view of [side, side, 3]."""
-    with _explained(str(path)), _open(path) as image:
+    with opened(path) as image:
+        return square_pixels(image, side)
+
+
+def decode_pixels(content: bytes | memoryview, side: int) -> NDArray[np.uint8]:
+    """Like `read_pixels`, for the bytes of a picture."""
+    with opened(content) as image:
         return square_pixels(image, side)
 
 
@@ -97,9 +104,9 @@ class Seen:
     digest: bytes  # of all its pixels: two files with one digest are the same picture
 
 
-def look_at_picture(path: Path) -> Seen:
+def look_at_picture(source: Path | bytes | memoryview) -> Seen:
     """Decode a picture at its full size. DataError if it cannot be decoded."""
-    with _explained(str(path)), _open(path) as image:
+    with opened(source) as image:
         is_turned = orientation_of(image) != 1  # before TIFF is loaded, which turns it
         rgb = as_rgb(image)
         notes = ["turned upright, as EXIF says"] if is_turned else []
@@ -112,9 +119,9 @@ def look_at_picture(path: Path) -> Seen:
         return Seen(notes, *rgb.size, digest.digest())
 
 
-def thumbnail(path: Path, side: int) -> Image.Image:
+def thumbnail(content: bytes | memoryview, side: int) -> Image.Image:
     """A whole picture, scaled so that its longer side has at most `side` pixels."""
-    with _explained(str(path)), _open(path) as image:
+    with opened(content) as image:
         small = as_rgb(image)
         small.thumbnail((side, side))
         return small
@@ -128,19 +135,28 @@ def _explained(where: str | None) -> Iterator[None]:
         error.where = error.where or where
         raise
     except _UNREADABLE as error:
+        is_unknown = isinstance(error, UnidentifiedImageError)  # Pillow's text holds the address of an object
         raise DataError(
             "this picture cannot be read",
             where=where,
-            got=str(error) or type(error).__name__,
+            got="cannot identify its format" if is_unknown else str(error) or type(error).__name__,
             hint="replace it or remove it",
         ) from error
 
 
-def _open(path: Path) -> Image.Image:
+@contextmanager
+def opened(source: Path | bytes | memoryview) -> Iterator[Image.Image]:
+    """A picture in a file or in memory. Every error is a DataError."""
+    with _explained(str(source) if isinstance(source, Path) else None), _open(source) as image:
+        yield image
+
+
+def _open(source: Path | bytes | memoryview) -> Image.Image:
     """Reads the header only."""
-    if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would wait for a writer
+    # Opening a FIFO would wait for a writer.
+    if isinstance(source, Path) and not stat.S_ISREG(source.stat().st_mode):
         raise ValueError("not a regular file")
-    image = Image.open(path, formats=READ_FORMATS)
+    image = Image.open(source if isinstance(source, Path) else BytesIO(source), formats=READ_FORMATS)
     if image.width * image.height > MOST_PIXELS:
         image.close()
         raise ValueError(f"{image.width} x {image.height} pixels are more than {MOST_PIXELS:,}")

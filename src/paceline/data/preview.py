@@ -8,10 +8,10 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 
-import torch
 from PIL import Image
 from torch import Tensor
 
+from paceline.data.ahead import read_samples
 from paceline.data.augment import Pipeline
 from paceline.data.dataset import Dataset
 from paceline.data.order import samples_of
@@ -22,7 +22,7 @@ class TrainingInput:
     """One sample in one epoch."""
 
     pixels: Tensor  # uint8 [C, H, W]
-    shares: Tensor  # of each class in its target
+    target: Tensor  # a class, the shares of classes, or the numbers of a regression
     partner: int | None  # the id of the sample it is mixed with
 
 
@@ -37,14 +37,13 @@ def training_inputs(
 def _input_at(dataset: Dataset, pipeline: Pipeline, keys: Tensor, place: int, epoch: int) -> TrainingInput:
     first, own = place - place % 2, place % 2
     pair = keys[first : first + 2]  # mixing needs both; shares of ranks are even then
-    ids, drawn = samples_of(pair), pipeline.draw(pair, pipeline.keys_of(epoch))
-    inputs = pipeline.in_epoch(epoch).augment(dataset.read(ids), drawn)
+    keys_of_epoch = pipeline.keys_of(epoch)
+    ids, drawn = samples_of(pair), pipeline.draw(pair, keys_of_epoch)
+    inputs = pipeline.in_epoch(epoch).augment(read_samples(dataset, ids, pipeline.crops(pair, epoch)), drawn)
     inputs, targets = pipeline.mix(inputs, dataset.labels[ids], drawn)
     pixels = to_pixels(inputs[own : own + 1], pipeline)[0]
-    if targets.dim() == 1:
-        shares = torch.nn.functional.one_hot(targets, int(dataset.labels.max()) + 1).float()
-        return TrainingInput(pixels, shares[own], None)
-    return TrainingInput(pixels, targets[own], int(ids[1 - own]))
+    is_mixed = pipeline.extras.mixing is not None and bool(keys_of_epoch[-2])
+    return TrainingInput(pixels, targets[own], int(ids[1 - own]) if is_mixed else None)
 
 
 def to_pixels(inputs: Tensor, pipeline: Pipeline) -> Tensor:

@@ -17,8 +17,14 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError, UserError, text_of
-from paceline.runs.local_code import LocalLoader, local_modules_compiled, module_name_of, read_source
-from paceline.runs.user_code import process_kept
+from paceline.runs.local_code import (
+    LocalLoader,
+    importing,
+    local_modules_compiled,
+    module_name_of,
+    process_kept,
+    read_source,
+)
 
 
 class Resolve(Protocol):
@@ -54,13 +60,23 @@ def check_reference(name: str, *, where: str) -> None:
         )
 
 
+def changed_globals(path: Path) -> list[str]:
+    """Global variables that functions of a file assign (`global count`). Empty for a file that cannot be read."""
+    try:
+        tree = ast.parse(read_source(path))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return sorted({name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names})
+
+
 def resolve_reference(name: str, *, where: str) -> Callable[..., Any]:
     """Import the file or module and return the function."""
     place, function = _split(name, where)
     try:
         with local_modules_compiled(), process_kept():
             check_reference(name, where=where)
-            module = _import_file(Path(place)) if _is_file(place) else importlib.import_module(place)
+            with importing(_module_name(Path(place)) if _is_file(place) else place):
+                module = _import_file(Path(place)) if _is_file(place) else importlib.import_module(place)
     except PacelineError:
         raise
     except Exception as error:
@@ -135,9 +151,13 @@ def _has_star_import(tree: ast.Module) -> bool:
     return any(isinstance(n, ast.ImportFrom) and any(a.name == "*" for a in n.names) for n in tree.body)
 
 
+def _module_name(path: Path) -> str:
+    return module_name_of("paceline_user", path, str(path.resolve()))
+
+
 def _import_file(path: Path) -> ModuleType:
     """Import one file under a unique name. Its folder is not added to sys.path."""
-    name = module_name_of("paceline_user", path, str(path.resolve()))
+    name = _module_name(path)
     loader = LocalLoader(name, str(path.resolve()))
     spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
     if spec is None or spec.loader is None:

@@ -15,16 +15,28 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from paceline.data.array_folder import ARRAYS, read_header
 from paceline.data.input_size import check_made_size, parse_input_size
+from paceline.data.jpeg_libraries import no_whole_pictures, require_library
 from paceline.data.pack_format import is_packed, open_packed, require_side
-from paceline.data.parts import LAYOUT, TABLE_LAYOUT, VALIDATION, part_folders, require_class_folders
+from paceline.data.parts import (
+    LAYOUT,
+    TABLE_LAYOUT,
+    TRAIN,
+    VALIDATION,
+    is_flat,
+    part_folders,
+    pictures_root,
+    require_class_folders,
+)
 from paceline.data.reference import check_reference, is_reference
 from paceline.errors import DataError, UserError
+from paceline.runs.stores import is_url
 from paceline.settings.load import LoadedConfig
 from paceline.settings.resolution import RESIZED, largest_size
 from paceline.settings.schema import DataConfig
 from paceline.settings.tasks import SINGLE_LABEL
 
 if TYPE_CHECKING:
+    from paceline.data.archives.opened import OpenedArchives
     from paceline.data.dataset import DatasetInfo, LoadedData
     from paceline.data.picture_table import PictureTable
 
@@ -45,6 +57,7 @@ _MODULES = {
     "shapes": "shapes",
     "synthetic": "synthetic",
     "cifar10": "cifar10",
+    "cifar100": "cifar100",
     "fashion-mnist": "fashion_mnist",
     "folder": "folder",
     "csv": "tables",
@@ -52,8 +65,8 @@ _MODULES = {
 }
 DATASET_NAMES = tuple(_MODULES)
 MADE_DATASETS = ("shapes", "synthetic")  # nothing is read from --data-dir
-_RESIDENT = (*MADE_DATASETS, "cifar10", "fashion-mnist")
-_ONE_CLASS_PER_SAMPLE = (*_RESIDENT, "folder", ARRAYS)
+_RESIDENT = (*MADE_DATASETS, "cifar10", "cifar100", "fashion-mnist")
+_ONE_CLASS_PER_SAMPLE = (*_RESIDENT, "folder")
 
 
 class _Source(Protocol):
@@ -92,12 +105,19 @@ def check_data_config(config: DataConfig) -> None:
             allowed=SINGLE_LABEL,
             hint="--dataset csv, or a data set function, for other targets",
         )
+    require_library(config.decoder)
+    if config.crop_from == "picture" and config.dataset in (*_RESIDENT, ARRAYS):
+        raise no_whole_pictures(f"--dataset {config.dataset}")
     if config.dataset in ("folder", "csv"):
         _check_folder(config)
     if config.dataset == "csv":
         _read_tables(config)
     if config.dataset == ARRAYS:
-        read_header(Path(config.data_dir))
+        task = read_header(Path(config.data_dir)).task
+        if task != config.task:
+            raise UserError(
+                "these arrays have labels of another task", where="task", got=f"--task {config.task}", allowed=task
+            )
 
 
 def _read_tables(config: DataConfig) -> PictureTable:
@@ -108,6 +128,9 @@ def _read_tables(config: DataConfig) -> PictureTable:
 
 def _check_folder(config: DataConfig) -> None:
     folder = Path(config.data_dir)
+    if _has_archives(config):
+        _open_archives(config)
+        return
     try:
         is_folder = folder.is_dir()
         if is_folder:
@@ -129,16 +152,40 @@ def _check_folder(config: DataConfig) -> None:
             hint="--data-dir PATH",
         )
     if config.dataset == "folder" and is_packed(folder):
-        require_side(open_packed(folder), folder, largest_size(config), can_shrink=config.augment in RESIZED)
+        packed = open_packed(folder)
+        if config.crop_from == "picture" and packed.encoding is None:
+            raise no_whole_pictures(f"{folder}, which is packed as pixels")
+        require_side(packed, folder, largest_size(config), can_shrink=config.augment in RESIZED)
     elif config.dataset == "folder":
         _check_class_folders(folder)
+
+
+def _has_archives(config: DataConfig) -> bool:
+    """Whether --data-dir is an archive, or a folder with archives instead of class folders."""
+    if config.dataset != "folder" or is_url(config.data_dir):
+        return config.dataset == "folder"
+    from paceline.data.archives.places import has_archives
+
+    try:
+        return has_archives(Path(config.data_dir))
+    except OSError:
+        return False  # the folder is checked next
+
+
+def _open_archives(config: DataConfig) -> OpenedArchives:
+    from paceline.data.archives.opened import open_archives  # imports numpy, which other data sets do not need here
+
+    return open_archives(config)
 
 
 def _check_class_folders(folder: Path) -> None:
     """Only names are read here. The ranks look into every class folder."""
     try:
-        for name in part_folders(folder).values() or ("",):
-            require_class_folders(folder / name)
+        folder = pictures_root(folder)
+        parts = part_folders(folder)
+        for part, name in parts.items() or (("", ""),):
+            if part in ("", TRAIN) or not is_flat(folder / name):
+                require_class_folders(folder / name)
     except OSError as error:
         raise DataError("this folder cannot be read", where=str(error.filename), got=error.strerror) from error
 
@@ -146,8 +193,10 @@ def _check_class_folders(folder: Path) -> None:
 def check_train_split(loaded: LoadedConfig) -> None:
     """Refuse --train-split for folders and arrays with validation samples. Of functions only a call shows it."""
     folder = Path(loaded.config.data.data_dir)
-    if loaded.config.data.dataset == "folder":
-        parts = open_packed(folder).parts if is_packed(folder) else part_folders(folder)
+    if _has_archives(loaded.config.data):
+        require_used_split(loaded, VALIDATION in _open_archives(loaded.config.data).catalog.parts)
+    elif loaded.config.data.dataset == "folder":
+        parts = open_packed(folder).parts if is_packed(folder) else part_folders(pictures_root(folder))
         require_used_split(loaded, VALIDATION in parts)
     elif loaded.config.data.dataset == "csv":
         require_used_split(loaded, VALIDATION in _read_tables(loaded.config.data).parts)
@@ -196,4 +245,6 @@ def _source(config: DataConfig) -> _Source:
     module = _MODULES.get(config.dataset, "custom")
     if config.dataset == "folder" and is_packed(Path(config.data_dir)):
         module = "packed"
+    elif _has_archives(config):
+        module = "archives"
     return cast(_Source, importlib.import_module(f"paceline.data.sources.{module}"))

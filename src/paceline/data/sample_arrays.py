@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.data.labels import refuse_masked
 from paceline.errors import UserError
 
 EXPECTED_SAMPLE = (
@@ -20,6 +21,7 @@ _COLOURS = (1, 3)  # numbers of channels that are recognised in the last place
 def as_tensor(values: Any) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach()
+    refuse_masked(values)
     try:
         array = np.asarray(values)
         # torch warns about arrays that cannot be written, and has no negative strides.

@@ -6,20 +6,23 @@ for each visit. Augmentation draws from it, so repeated samples get different pi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.dataset import Dataset
-from paceline.data.draws import draw_bits, draw_permutation, unit
-from paceline.data.order import draw_keys, epoch_order, repeat_in_batches
+from paceline.data.dataset import Dataset, Windows
+from paceline.data.draws import draw_below, draw_bits, draw_permutation, unit
+from paceline.data.keep import Selection
+from paceline.data.order import draw_keys, epoch_order, repeat_in_batches, sort_by_windows
 from paceline.errors import UserError
 from paceline.settings.schema import DataConfig
 
 UNIFORM, BALANCED, WEIGHTED = "uniform", "balanced", "weighted"
 _REPEATED, _CLASS, _SHUFFLED, _WEIGHTED = 3, 4, 5, 6  # part of the hash, so draws for different purposes differ
+_REPLACED = 9
+_FIRST_FILLED = 2**15  # a repetition number that no epoch reaches otherwise; times 64 repeats it fits into a draw key
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,28 @@ class Sampling:
     epoch_samples: int = 0  # 0: as many as there are samples
     labels: Tensor | None = None  # of the samples, for balanced
     weights: Tensor | None = None  # of the samples, for weighted
+    kept: Selection | None = None  # --keep-share
+    excluded: Tensor | None = None  # bool, for each sample: other samples take its places
+    blocks: Tensor | None = None  # the data file of each sample, if only `window` files are read at a time
+    window: int = 0
 
     @property
     def length(self) -> int:
+        if self.kept is not None:
+            return self.kept.length
         return self.epoch_samples or self.num_samples
 
     def visits(self, seed: int, epoch: int, device: str | torch.device = "cpu") -> Visits:
+        found = self._visits(seed, epoch, device)
+        if self.blocks is None:
+            return found
+        order = sort_by_windows(self.blocks.to(device)[found.positions], self.window, seed, epoch)
+        return Visits(found.positions[order], None if found.repetitions is None else found.repetitions[order])
+
+    def _visits(self, seed: int, epoch: int, device: str | torch.device) -> Visits:
+        if self.kept is not None:
+            positions = self.kept.positions(seed, epoch)
+            return Visits(positions.to(device)[epoch_order(len(positions), seed, epoch, device)], None)
         if self.kind == UNIFORM and self.length <= self.num_samples:
             return Visits(epoch_order(self.num_samples, seed, epoch, device)[: self.length], None)
         if self.kind == UNIFORM:
@@ -58,6 +77,8 @@ class Sampling:
     def batches(self, ids: Tensor, seed: int, epoch: int, global_batch_size: int, repeats: int = 1) -> Tensor:
         """The draw keys of an epoch's global batches, on the device of `ids`. `ids`: of all samples to choose from."""
         found = self.visits(seed, epoch, ids.device)
+        if self.excluded is not None:
+            found = _fill_places(found, self.excluded.to(ids.device), seed, epoch)
         keys = ids[found.positions]
         if found.repetitions is not None:
             keys = draw_keys(keys, found.repetitions)
@@ -97,6 +118,20 @@ class Sampling:
         return positions, _count_earlier(positions)
 
 
+def _fill_places(found: Visits, excluded: Tensor, seed: int, epoch: int) -> Visits:
+    """Give the places of excluded samples to other samples, drawn by (seed, epoch, place). All other places stay.
+
+    The new visits have repetition numbers that no other visit has, so they get other pixels.
+    """
+    places = torch.nonzero(excluded[found.positions])[:, 0]
+    kept = torch.nonzero(~excluded)[:, 0]
+    repetitions = torch.zeros_like(found.positions) if found.repetitions is None else found.repetitions.clone()
+    positions = found.positions.clone()
+    positions[places] = kept[draw_below(len(kept), places, _REPLACED, seed, epoch)]
+    repetitions[places] = _FIRST_FILLED + torch.arange(len(places), device=places.device) % _FIRST_FILLED
+    return Visits(positions, repetitions)
+
+
 def _count_earlier(positions: Tensor) -> Tensor:
     """For each entry, how many entries before it are equal to it."""
     sorted_positions, order = positions.sort(stable=True)
@@ -134,8 +169,13 @@ def build_sampling(kind: str, epoch_samples: int, labels: Tensor, weights: Tenso
     )
 
 
-def sampling_of(config: DataConfig, dataset: Dataset, ids: Tensor) -> Sampling:
-    """The sampling of a run that trains on the samples `ids` of this data set."""
+def sampling_of(config: DataConfig, dataset: Dataset, ids: Tensor, excluded: Tensor | None = None) -> Sampling:
+    """The sampling of a run that trains on the samples `ids` of this data set, without those of `excluded`."""
     weights = getattr(dataset, "sample_weights", None)
     weights = weights[ids] if weights is not None else None
-    return build_sampling(config.sampling, config.epoch_samples, dataset.labels[ids], weights)
+    sampling = build_sampling(config.sampling, config.epoch_samples, dataset.labels[ids], weights)
+    windows: Windows | None = getattr(dataset, "windows", None)
+    if windows is not None:
+        sampling = replace(sampling, blocks=windows.blocks[ids], window=windows.size)
+    is_out = torch.isin(ids, excluded) if excluded is not None else None
+    return replace(sampling, excluded=is_out) if is_out is not None and bool(is_out.any()) else sampling

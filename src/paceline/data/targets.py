@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.labels import distinct_names
+from paceline.data.labels import distinct_names, refuse_masked
 from paceline.data.parts import TRAIN
-from paceline.data.picture_table import number_names
+from paceline.data.picture_table import LARGEST_FLOAT32, number_names
 from paceline.errors import UserError
 from paceline.settings.tasks import REGRESSION
 
@@ -23,12 +23,34 @@ def as_targets(values: Any, task: str) -> Tensor:
     """float32 [N, columns]: 0 and 1 for each class, or the numbers of a regression."""
     targets = _as_tensor(values)
     if task == REGRESSION:
-        if targets.ndim not in (1, 2) or targets.dtype.is_complex or not bool(targets.isfinite().all()):
+        if targets.ndim not in (1, 2) or targets.dtype.is_complex:
             raise _wrong_targets(targets, "one finite number per sample, or a row of them")
-        return targets.float().reshape(len(targets), -1)
+        _require_finite(targets)
+        numbers = targets.float().reshape(len(targets), -1)
+        if not bool(numbers.isfinite().all()):
+            raise UserError(
+                "a label is too large for training",
+                got=f"{float(targets.abs().max()):g}",
+                allowed=f"up to {LARGEST_FLOAT32:.1e} (float32)",
+                hint="scale the labels to about -1 to 1",
+            )
+        return numbers
     if targets.ndim != 2 or targets.dtype.is_complex or not bool(((targets == 0) | (targets == 1)).all()):
         raise _wrong_targets(targets, "a row of 0 and 1 per sample, one for each class")
     return targets.float()
+
+
+def _require_finite(targets: Tensor) -> None:
+    is_bad = ~targets.isfinite().reshape(len(targets), -1).all(1)
+    if bool(is_bad.any()):
+        first = int(is_bad.int().argmax())
+        raise UserError(
+            "a label is not finite",
+            where=f"sample {first}",
+            got=f"{targets[first].tolist()}; {int(is_bad.sum())} of {len(targets)} samples",
+            allowed="one finite number per sample, or a row of them",
+            hint="leave these samples out",
+        )
 
 
 def as_weights(values: Any, count: int) -> Tensor:
@@ -60,6 +82,7 @@ def column_names(classes: Any, columns: Mapping[str, int], task: str) -> tuple[s
 
 
 def _as_tensor(values: Any) -> Tensor:
+    refuse_masked(values)
     if isinstance(values, Tensor):
         return values.detach().cpu()
     if isinstance(values, list):  # of a map-style data set: the label of each item

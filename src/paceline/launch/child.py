@@ -20,7 +20,7 @@ from paceline.errors import PacelineError, error_from_json
 from paceline.launch.child_guard import PASSED_ON
 from paceline.launch.warm import WarmProcess, find_warm_server
 from paceline.runs.interpreter import python_command
-from paceline.runs.process_handle import end_group, identity_of_this_process, wait_for_group
+from paceline.runs.machine import end_group, identity_of_this_process, wait_for_group
 
 _ERROR_FILE = "PACELINE_ERROR_FILE"  # where a child writes its error
 _SHOWS_ERROR = "PACELINE_PARENT_SHOWS_ERROR"  # set if the child need not print it

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import IO, Protocol
 
 from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from paceline.runtime.signals import HEAR_SIGNALS_S, when_process_ends
+from paceline.runtime.signals import SIGNAL_WAIT_S, when_process_ends
 
 # The parent starts the guard with these blocked, so that none is lost before the guard can pass it on.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -91,7 +91,7 @@ def run_guarded(
     code = None
     while code is None:
         with suppress(subprocess.TimeoutExpired):
-            code = child.wait(HEAR_SIGNALS_S)
+            code = child.wait(SIGNAL_WAIT_S)
     for printer in printers:
         printer.join(_LAST_OUTPUT_S)  # with a limit: a process that the command has left behind may hold the pipe
     return code if code >= 0 else 128 - code

@@ -4,10 +4,10 @@ Node 0 is the leader and listens. All other nodes connect to it and prove the ru
 connections stay open, so a node that dies is noticed at once; TCP keepalive finds a machine that is silent for half a
 minute. The leader collects exit codes and lost nodes, and sends the outcome to all nodes.
 
-    start = gang.meet(processes=0, make_plan=...)    # barrier: returns when all nodes are connected
+    start = gang.join(processes=0, make_plan=...)    # barrier: returns when all nodes are connected
     gang.report_end(code)
     outcome = gang.wait_for_outcome()
-    gang.disconnect()                                # and meet again, if the outcome is a restart
+    gang.disconnect()                                # and join again, if the outcome is a restart
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from paceline.launch.gang_messages import (
     decode,
     encode,
 )
-from paceline.runtime.cores import usable_cores
 from paceline.runtime.peers import (
     MalformedMessage,
     Message,
@@ -48,7 +47,8 @@ from paceline.runtime.peers import (
     listen_on_all_addresses,
     log_drop,
 )
-from paceline.runtime.signals import HEAR_SIGNALS_S
+from paceline.runtime.resources import usable_cores
+from paceline.runtime.signals import SIGNAL_WAIT_S
 
 _CONNECT_TIMEOUT_S = 3.0
 _RETRY_S = 0.1
@@ -99,7 +99,7 @@ class Gang:
 
     # --- Barrier: an attempt starts
 
-    def meet(
+    def join(
         self,
         processes: int = 0,
         make_plan: MakePlan = lambda nodes: (0, {}),
@@ -221,7 +221,7 @@ class Gang:
     def wait_for_outcome(self) -> Outcome:
         with self._changed:
             while self.outcome is None:
-                self._changed.wait(HEAR_SIGNALS_S)
+                self._changed.wait(SIGNAL_WAIT_S)
             return self.outcome
 
     def wait_for_disconnect(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False) -> None:

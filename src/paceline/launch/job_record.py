@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
-from paceline.runs.file_shapes import JOB_RECORD
-from paceline.runs.json_files import read_object
+from paceline.runs.json_files import JOB_RECORD, read_object
 
 RECORD = "job.json"
 SECRET_PREFIX = "secret:"  # of a variable's value: a reference to a Secret of Kubernetes

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paceline.launch.request import check_joined_world, decide_processes, explain_fewer_ranks
 from paceline.runs.place import decide_place
 from paceline.runtime.detect import read_rank_environment
-from paceline.settings.fields import field_table
 from paceline.settings.load import LoadedConfig
 from paceline.settings.rules import check_world
-from paceline.settings.schema import Config
+from paceline.settings.schema import Config, field_table
+
+if TYPE_CHECKING:  # the command must be fast
+    from paceline.training.memory import MemoryEstimate
 
 
 def show_plan(loaded: LoadedConfig) -> None:
@@ -40,8 +44,9 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
     from paceline.data.registry import describe_dataset, require_used_split
     from paceline.parallel.apply import resolve_precision, resolve_strategy
     from paceline.runtime.detect import count_gpus
-    from paceline.training.header import describe_batch, describe_data, describe_steps
-    from paceline.training.plan import estimate_memory, make_plan
+    from paceline.training.header import describe_batch, describe_data, describe_kept, describe_steps
+    from paceline.training.memory import estimate_memory
+    from paceline.training.plan import make_plan
 
     config = loaded.config
     info = describe_dataset(config.data, config.train.seed)
@@ -50,20 +55,21 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
     strategy = resolve_strategy(config, world_size)
     device = "cuda:0" if count_gpus(config.parallel) else "cpu"
     precision = resolve_precision(config, device)
-    memory = estimate_memory(plan, strategy, is_mixed=precision is not None)
+    memory = estimate_memory(plan, strategy, is_mixed=precision is not None, is_cuda=device != "cpu")
     first, middle, last = (plan.learning_rate(step) for step in (0, plan.total_steps // 2, plan.total_steps - 1))
     lanes = f"{plan.lanes} lane{'s' if plan.lanes > 1 else ''}"
     rows = {
         "ranks": f"{world_size} on {device.partition(':')[0]}, strategy {strategy}, {lanes}",
         "data": describe_data(plan),
+        **({"order": info.order} if info.order else {}),
+        **({"keep": describe_kept(plan)} if config.data.keep_share < 1 else {}),
         "batch": describe_batch(plan),
         "steps": describe_steps(plan),
         "rate": f"{_describe_peak(config, plan.peak_lr)}; "
         f"{config.optim.schedule}: {first:.4g} at first, {middle:.4g} halfway, {last:.4g} at last",
         "precision": str(precision or "float32").removeprefix("torch."),
         "parameters": f"{memory.num_parameters:,}",
-        "memory": f"about {_mb(memory.total)} per rank: weights {_mb(memory.weights)}, gradients "
-        f"{_mb(memory.gradients)}, optimizer {_mb(memory.optimizer)}, activations {_mb(memory.activations)}",
+        "memory": _describe_memory(memory),
         "folder": str(decide_place(loaded).folder),
     }
     note = explain_fewer_ranks(loaded)
@@ -73,6 +79,19 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
     for label, text in rows.items():
         print(f"  {label:<18} {text}")
     print("\nnothing was started; `paceline train` with the same arguments starts it")
+
+
+def _describe_memory(memory: MemoryEstimate) -> str:
+    parts = {
+        "weights": memory.weights,
+        "averages": memory.averages,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "exchange": memory.exchange,
+    }
+    listed = ", ".join(f"{name} {_mb(size)}" for name, size in parts.items() if size)
+    return f"about {_mb(memory.total)} per rank: {listed}"
 
 
 def _mb(size_bytes: int) -> str:

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_OWNER_LOST, EXIT_USER, Cause
+from paceline.errors import (
+    EXIT_CHECKPOINT,
+    EXIT_CORRUPTION,
+    EXIT_DATA,
+    EXIT_NON_FINITE,
+    EXIT_OWNER_LOST,
+    EXIT_USER,
+    Cause,
+)
+from paceline.runtime.this_rank import OWN_LAUNCHER
 
 if TYPE_CHECKING:  # `paceline submit --help` must not wait for it
     from paceline.settings.schema import Config
@@ -18,7 +27,8 @@ FINAL_CAUSES = (
     *(Cause.USER_INPUT, Cause.USER_CODE, Cause.NOT_SHARED, Cause.DATA, Cause.CHECKPOINT, Cause.BAD_NUMBERS),
     Cause.OWNER_LOST,
 )
-FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE, EXIT_OWNER_LOST)  # their exit codes
+# Their exit codes, and that of a machine that must be left out of the next job.
+FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE, EXIT_OWNER_LOST, EXIT_CORRUPTION)
 FINAL_CODE_FILE = "PACELINE_FINAL_CODE_FILE"  # set by job.sbatch
 _MOST_AT_ONE_STEP = 3
 _FAILURES_TO_SHRINK = 2
@@ -34,6 +44,7 @@ class Failure:
     step: int  # where it failed
     saved_step: int  # the newest checkpoint when it failed
     processes: int
+    is_named: bool = True  # False: an audit cannot tell which rank is faulty
 
 
 @dataclass(frozen=True)
@@ -43,10 +54,17 @@ class Decision:
     processes: int = 0
     pause_s: float = 0.0
     halve_microbatch: bool = False
+    leave_out: bool = False  # the rank that failed
 
 
 def decide(
-    failures: list[Failure], *, max_restarts: int, worlds: list[int], auto_microbatch: bool, can_halve: bool
+    failures: list[Failure],
+    *,
+    max_restarts: int,
+    worlds: list[int],
+    auto_microbatch: bool,
+    can_halve: bool,
+    nodes: int = 1,
 ) -> Decision:
     """After the last of these failures. `worlds` are the numbers of ranks that are allowed, smallest first."""
     last = failures[-1]
@@ -54,6 +72,8 @@ def decide(
         return Decision(False, "it would fail again in the same way")
     if last.cause is Cause.OUT_OF_MEMORY and auto_microbatch and can_halve:
         return Decision(True, "", last.processes, 0.0, halve_microbatch=True)
+    if last.cause is Cause.CORRUPTION and len(failures) <= max_restarts:
+        return _after_corruption(failures, nodes)
     stuck = _failures_without_progress(failures)
     if len(stuck) >= _MOST_AT_ONE_STEP and len({failure.step for failure in stuck[-_MOST_AT_ONE_STEP:]}) == 1:
         return Decision(False, f"step {last.step} failed {_MOST_AT_ONE_STEP} times without progress")
@@ -63,14 +83,32 @@ def decide(
     return Decision(True, "", _choose_world(stuck, worlds), pause)
 
 
+def _after_corruption(failures: list[Failure], nodes: int) -> Decision:
+    """Leave the faulty rank out, as long as there are others. Ranks of --exact are a power of two, so half remain."""
+    last = failures[-1]
+    if not last.is_named:
+        return Decision(False, "it is not known which rank is faulty")
+    if nodes > 1:
+        return Decision(False, "the nodes of a job are fixed, and one of them computes wrong bits")
+    if last.processes > 1:
+        return Decision(True, "", last.processes // 2, leave_out=True)
+    if sum(failure.cause is Cause.CORRUPTION and failure.processes == 1 for failure in failures) > 1:
+        return Decision(False, "the only rank computed wrong bits twice")
+    return Decision(True, "", 1)
+
+
+def leave_out_gpu(visible: str | None, faulty: int, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES without the faulty one of `count` GPUs, which is numbered among those that were visible."""
+    names = visible.split(",") if visible else [str(number) for number in range(count)]
+    return ",".join(name for number, name in enumerate(names) if number != faulty)
+
+
 def note_final_code(code: int) -> None:
     """Write the exit code of a failure that would repeat into the file that the job's script reads.
 
     `srun` ends the other tasks when one has failed, and then returns their signal instead of the first exit code. The
     script would requeue a job that has a user's mistake. A rank of our supervisor writes nothing: it may be restarted.
     """
-    from paceline.runtime.detect import OWN_LAUNCHER  # not above: `paceline submit --help` does not need it
-
     path = os.environ.get(FINAL_CODE_FILE)
     if path and code in FINAL_CODES and OWN_LAUNCHER not in os.environ:
         with suppress(OSError), Path(path).open("x") as file:  # the first process counts

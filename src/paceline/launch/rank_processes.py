@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.runs.interpreter import safe_path
-from paceline.runs.process_handle import ProcessHandle, find_forked, identity_of_this_process
+from paceline.runs.machine import ProcessHandle, find_forked, identity_of_this_process
 from paceline.runtime.detect import STORE_FD
-from paceline.runtime.signals import HEAR_SIGNALS_S, exit_with_process
+from paceline.runtime.signals import SIGNAL_WAIT_S, exit_with_process
 
 THREADS = "OMP_NUM_THREADS"
 # Libraries read these when they are loaded.
@@ -94,7 +94,7 @@ class RankProcesses:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return
-            connection.wait(running, min(left_s, HEAR_SIGNALS_S))
+            connection.wait(running, min(left_s, SIGNAL_WAIT_S))
 
     def kill(self, rank: int) -> None:
         handle = self._handles[rank]

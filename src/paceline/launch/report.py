@@ -48,6 +48,7 @@ class FailureReport:
     log: list[str]
     others: dict[int, str]
     done: str = ""
+    is_named: bool = True  # False: an audit cannot tell which rank is faulty
     is_restarted: bool = False
     lost_steps: int = 0
     time: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="milliseconds"))
@@ -110,6 +111,7 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
         error=record.error if record else None,
         stands_at=stands_at,
         log=_last_lines(folder.log_of(culprit.rank)),
+        is_named=found.cause is not Cause.CORRUPTION or _named_by_audit(list(end.ranks.values())) is not None,
         others={state.rank: _doing(state) for state in end.ranks.values() if state.rank != culprit.rank},
     )
 
@@ -140,6 +142,9 @@ def _find_culprit(end: AttemptEnd, stacks_of: Callable[[int], Path]) -> RankStat
         # Of several in one place, those that wait for others are inside a collective.
         alone = [state for state in candidates if not _is_waiting(stacks_of(state.rank))]
         return (alone or candidates)[0]
+    named = _named_by_audit(ranks)
+    if named in end.ranks:
+        return end.ranks[named]
     silent = [state for state in ranks if state.exit is None and not state.was_ended_by_us]
     lost = [state for state in silent if state.is_lost or end.exit_codes.get(state.rank) != 0]
     if lost:
@@ -148,6 +153,12 @@ def _find_culprit(end: AttemptEnd, stacks_of: Callable[[int], Path]) -> RankStat
     failed = [end.ranks[rank] for _, rank in records]
     first = [state for state in failed if state.exit is not None and not state.exit.is_consequence]
     return (first or failed or ranks)[0]
+
+
+def _named_by_audit(ranks: list[RankState]) -> int | None:
+    """The faulty rank in the error of an audit, which all ranks raise."""
+    errors = [state.exit.error for state in ranks if state.exit is not None and state.exit.error is not None]
+    return next((error["rank"] for error in errors if error.get("rank") is not None), None)
 
 
 def _describe_end(state: RankState, code: int | None, *, is_hung: bool) -> str:

@@ -6,27 +6,26 @@ import dataclasses
 from collections.abc import Sequence
 
 from paceline.data.known_files import require_data_folder
-from paceline.data.reference import check_reference
+from paceline.data.reference import changed_globals, check_reference
 from paceline.data.registry import MADE_DATASETS, check_data_config, check_train_split
 from paceline.errors import UserError
-from paceline.launch.inputs import fetch_command
-from paceline.metrics.sinks.open import check_trackers
+from paceline.launch.submission import fetch_command
+from paceline.metrics.sinks import check_trackers
 from paceline.models.registry import check_model_args, check_model_name, check_weights
-from paceline.runs.find import locate_run
+from paceline.runs.catalog import locate_run
 from paceline.runs.folder import has_checkpoint
 from paceline.runs.place import check_init_from, check_paths
 from paceline.runs.stores import is_url
 from paceline.runs.trust import require_trusted_recipe
-from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import RankEnvironment, count_gpus
+from paceline.runtime.resources import usable_cores
 from paceline.settings.load import LoadedConfig, load_config
-from paceline.settings.processes import ProcessRange, parse_processes
 from paceline.settings.recipe_file import DEFAULT_RECIPE, RESOLVED
 from paceline.settings.rules import batches_for, check_config, check_faults, check_world, fitting_worlds
 from paceline.settings.schema import Config
+from paceline.settings.syntax import ProcessRange, code_references, parse_processes
 from paceline.settings.tasks import METRICS, has_own_loss, parse_class_weights
-from paceline.settings.values import Setting
-from paceline.settings.variables import check_numbers
+from paceline.settings.values import Setting, check_numbers
 
 _MOST_CPU_RANKS = 4
 _OWN_COLUMNS = ("kind", "step", "epoch", "phase", "throughput", "time", "merit")
@@ -92,6 +91,7 @@ def check_loaded(loaded: LoadedConfig) -> None:
     check_functions(loaded)
     check_init_from(loaded)
     check_teacher(loaded)
+    check_proxy(loaded)
     if loaded.origin("track") != "default":  # a default that is missing is left out later, with a note
         check_trackers(loaded.config.run.track, where=loaded.where("track"))
 
@@ -107,6 +107,18 @@ def check_teacher(loaded: LoadedConfig) -> None:
             where=loaded.where("teacher"),
             got=name,
             allowed="a run with a checkpoint, one of its checkpoints, or timm:NAME",
+        )
+
+
+def check_proxy(loaded: LoadedConfig) -> None:
+    """The run that scores the samples must exist. The ranks check what it was trained for."""
+    data = loaded.config.data
+    if data.keep_share < 1 and not has_checkpoint(locate_run(data.keep_by)):
+        raise UserError(
+            "there is no such run to score the samples with",
+            where=loaded.where("keep_by"),
+            got=data.keep_by,
+            allowed="a run with a checkpoint, or one of its checkpoints",
         )
 
 
@@ -188,6 +200,16 @@ def explain_unused_data(loaded: LoadedConfig) -> str | None:
     if loaded.origin("data_dir") != "flag" or data.dataset not in MADE_DATASETS:
         return None
     return f"--data-dir is not used: {data.dataset} data is made here; paceline recipes lists recipes that read data"
+
+
+def explain_lost_state(loaded: LoadedConfig) -> str | None:
+    """What a loss, a metric or a model keeps in global variables is in no checkpoint. A data function may cache."""
+    files = {item.path for item in code_references(loaded.config) if item.is_file and item.field != "dataset"}
+    kept = {path: changed_globals(path) for path in sorted(files)}
+    lines = [f"{path} changes the global variables {', '.join(names)}" for path, names in kept.items() if names]
+    if not lines:
+        return None
+    return f"{'; '.join(lines)}: each rank has its own, and they are lost at a restart; keep state in a model's buffer"
 
 
 def decide_processes(loaded: LoadedConfig) -> int:

@@ -20,16 +20,16 @@ from paceline.launch.request import (
     check_joined_world,
     decide_processes,
     explain_fewer_ranks,
+    explain_lost_state,
     explain_unused_data,
 )
 from paceline.launch.supervise import Job, Supervisor
 from paceline.metrics.screen import output_mode, say
 from paceline.runs.folder import RunFolder
 from paceline.runs.interpreter import forget_safe_path
-from paceline.runs.mirror_note import read_own_note
 from paceline.runs.patience import read_patiently
 from paceline.runs.place import claim_place, decide_place
-from paceline.runs.stores import is_url, local_path
+from paceline.runs.stores import is_url, local_path, read_own_note
 from paceline.runtime.detect import (
     Nodes,
     RankEnvironment,
@@ -39,10 +39,10 @@ from paceline.runtime.detect import (
     threads_per_rank,
 )
 from paceline.runtime.secret import read_secret
-from paceline.settings.fields import flatten
 from paceline.settings.load import LoadedConfig
-from paceline.settings.processes import parse_processes
 from paceline.settings.rules import check_faults, check_world
+from paceline.settings.schema import flatten
+from paceline.settings.syntax import parse_processes
 
 RankMain = Callable[[list[str]], None]
 
@@ -79,7 +79,7 @@ def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMa
     _check_parts_of_model(loaded, nodes.count * decide_processes(loaded))
     if loaded.config.run.resume == "auto" and place.resume_from is None:
         say("note: --resume auto found no checkpoint to continue from; a new run starts")
-    for note in (explain_unused_data(loaded), explain_fewer_ranks(loaded)):
+    for note in (explain_unused_data(loaded), explain_fewer_ranks(loaded), explain_lost_state(loaded)):
         if note is not None:
             say(f"note: {note}")
     if claim_store is not None:
@@ -90,7 +90,7 @@ def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMa
 
 
 def _check_parts_of_model(loaded: LoadedConfig, world_size: int) -> None:
-    """Refuse settings that name parts which a built-in model does not have. Only such settings need torch here.
+    """Refuse settings for parts that a built-in model does not have, or for other classes. They need torch here.
 
     External models and data sets of a user's function run in the ranks only, which make the same checks.
     """
@@ -99,18 +99,24 @@ def _check_parts_of_model(loaded: LoadedConfig, world_size: int) -> None:
     names_layers = bool(optim.freeze) or optim.layer_decay != 1 or optim.head_lr_factor != 1
     is_own = ":" not in config.model.model_name and not is_reference(config.data.dataset)
     names_more = bool(config.model.model_args) or train.activation_checkpointing or train.stop_early > 0
-    if not is_own or not (names_layers or names_more):
+    names_classes = bool(config.objective.class_weights or config.objective.teacher)
+    if not is_own or not (names_layers or names_more or names_classes):
         return
     import torch
 
+    from paceline.data.augment import build_pipeline
     from paceline.data.registry import describe_dataset
     from paceline.models.registry import build_model
+    from paceline.training.objective import require_weight_per_class
     from paceline.training.plan import check_parts, make_plan
+    from paceline.training.teacher import check_recorded_teacher
 
     plan = make_plan(config, describe_dataset(config.data, train.seed), world_size)
     with torch.device("meta"):
         model = build_model(config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
     check_parts(model, plan)
+    require_weight_per_class(config, plan.info.classes)
+    check_recorded_teacher(config.objective.teacher, plan.info, build_pipeline(config.data, plan.info, train.seed))
 
 
 def _check_nodes(loaded: LoadedConfig, nodes: Nodes) -> None:
@@ -154,6 +160,7 @@ def _supervise(loaded: LoadedConfig, folder: RunFolder, nodes: Nodes, arguments:
         read_worlds=lambda: allowed_worlds(loaded),
         nodes=nodes,
         accumulate=config.train.accumulate,
+        lanes=(config.parallel.lanes or nodes.count * most) if config.parallel.exact else 0,
         samples_to_cut=lambda processes: samples_to_cut(config, nodes.count * processes),
     )
     code = Supervisor(job).run()

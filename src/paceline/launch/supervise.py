@@ -24,7 +24,7 @@ from paceline.checkpoints.mirror import mirrored
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, Cause, OwnerLost, UserError
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.child import report_error
-from paceline.launch.policy import FINAL_CAUSES, Decision, Failure, decide, fewest_microbatches
+from paceline.launch.policy import FINAL_CAUSES, Decision, Failure, decide, fewest_microbatches, leave_out_gpu
 from paceline.launch.report import FailureReport, report_failure
 from paceline.metrics.safe_output import keep_console_in, write_at_once
 from paceline.metrics.screen import erase_live_line, fit_to
@@ -34,12 +34,14 @@ from paceline.runs.machine import Machine
 from paceline.runs.members import OWNER_ID, drop_dead_members
 from paceline.runs.patience import UnreadableNow
 from paceline.runtime.detect import Nodes
-from paceline.runtime.signals import HEAR_SIGNALS_S
+from paceline.runtime.resources import count_gpus_without_torch
+from paceline.runtime.signals import SIGNAL_WAIT_S
 from paceline.settings.schema import GuardConfig
 from paceline.settings.small_files import write_plain
 
 # Enough to finish a step and to write a large checkpoint on a busy machine. A second Ctrl-C does not wait.
 _INTERRUPT_GRACE_S = 30.0
+_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Job:
     nodes: Nodes
     accumulate: int
     samples_to_cut: Callable[[int], int]  # into microbatches, on this many local ranks
+    lanes: int  # of --exact: the same after a rank was left out; 0 without
 
 
 class _InterruptibleMachine(Machine):
@@ -76,6 +79,8 @@ class Supervisor:
         self._stop: signal.Signals | None = None  # the first signal that asked for the end
         self._failures: list[Failure] = []
         self._largest_microbatch: int | None = None  # samples; None until a rank runs out of memory
+        self._left_out: dict[str, str] = {}  # variables that keep ranks off faulty GPUs
+        self._most_ranks = 0  # local ones, after a faulty rank was left out; 0: no limit
         self._pause = threading.Event()
         self._is_first = job.nodes.own == 0
         self._owner_id = ""  # only the first node's supervisor owns the folder
@@ -112,7 +117,7 @@ class Supervisor:
                 )
                 if self._stop is not None and report.cause is Cause.PEER_LOST:
                     return self._show_stop(end)  # the ranks of another node were stopped before they had begun
-                worlds = self._job.read_worlds()
+                worlds = self._allowed_worlds()
                 decision = self._decide(report, worlds, processes)
                 self._show_failure(report, decision, number, processes)
                 if not decision.restart:
@@ -120,12 +125,29 @@ class Supervisor:
                 self._wait_before_restart(decision.pause_s)
                 if decision.halve_microbatch:
                     self._largest_microbatch = self._microbatch(processes) // 2
+                if decision.leave_out:
+                    self._leave_out(report, decision.processes)
                 processes = decision.processes
         raise AssertionError("unreachable")
 
+    def _allowed_worlds(self) -> list[int]:
+        """The numbers of ranks that are possible now. A rank that was left out does not come back."""
+        worlds = self._job.read_worlds()
+        if not self._most_ranks:
+            return worlds
+        return [size for size in worlds if size <= self._most_ranks] or [self._most_ranks]
+
+    def _leave_out(self, report: FailureReport, ranks_left: int) -> None:
+        """The next attempts have fewer ranks. On a machine with GPUs they do not use the faulty one."""
+        self._most_ranks = ranks_left
+        gpus = count_gpus_without_torch() or 0
+        if gpus:
+            visible = self._left_out.get(_GPUS, os.environ.get(_GPUS))
+            self._left_out = {_GPUS: leave_out_gpu(visible, report.rank, gpus)}
+
     def _wait_before_restart(self, pause_s: float) -> None:
         deadline_s = time.monotonic() + pause_s
-        while (left_s := deadline_s - time.monotonic()) > 0 and not self._pause.wait(min(left_s, HEAR_SIGNALS_S)):
+        while (left_s := deadline_s - time.monotonic()) > 0 and not self._pause.wait(min(left_s, SIGNAL_WAIT_S)):
             pass
 
     @contextmanager
@@ -159,7 +181,9 @@ class Supervisor:
         if accumulate != self._job.accumulate:
             arguments += ["--accumulate", str(accumulate)]
         stacks_of = partial(folder.stacks_of, number)
-        environment = {OWNER_ID: self._owner_id}
+        if self._most_ranks:
+            arguments += ["--lanes", str(self._job.lanes)]
+        environment = {OWNER_ID: self._owner_id, **self._left_out}
         drop_dead_members(folder.path)
         try:
             return self._attempts.run(
@@ -179,6 +203,7 @@ class Supervisor:
                 step=report.step,
                 saved_step=self._saved_step(),
                 processes=processes,
+                is_named=report.is_named,
             )
         )
         return decide(
@@ -187,6 +212,7 @@ class Supervisor:
             worlds=worlds,
             auto_microbatch=self._job.guard.auto_microbatch,
             can_halve=self._microbatch(processes) > 1,
+            nodes=self._job.nodes.count,
         )
 
     def _accumulate(self, processes: int) -> int:
@@ -218,6 +244,8 @@ class Supervisor:
             ranks = "1 rank" if decision.processes == 1 else f"{decision.processes} ranks"
             again = "1 step is" if report.lost_steps == 1 else f"{report.lost_steps} steps are"
             report.done = f"started again {start} on {ranks} (attempt {number + 1}); {again} computed again"
+            if decision.leave_out:
+                report.done += f"; rank {report.rank} is left out, the bits of the result stay the same"
             if decision.halve_microbatch:
                 samples, before = self._job.samples_to_cut(processes), self._accumulate(processes)
                 now = fewest_microbatches(samples, self._microbatch(processes) // 2)
@@ -226,7 +254,7 @@ class Supervisor:
             report.done = f"not started again: {decision.reason}"
             can_go_on = saved and folder.resume_command and report.cause is not Cause.CHECKPOINT
             report.done += f"; {folder.resume_command} resumes from step {saved}" if can_go_on else ""
-            if self._is_first and not folder.stays_over(self._status_before):
+            if self._is_first and not folder.keeps_final_status(self._status_before):
                 folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
         if self._job.nodes.count > 1 and report.cause is Cause.PEER_LOST:
             print(f"node {report.host}: attempt {number} ended, because another node's did", file=sys.stderr)
@@ -270,7 +298,7 @@ class Supervisor:
         kept = {name: status[name] for name in ("step", "save_s", "console") if name in status}
         if not (saved and is_written):
             kept["step"] = step  # the step to resume from
-        if not folder.stays_over(self._status_before):
+        if not folder.keeps_final_status(self._status_before):
             state = "stopped" if self._stop is signal.SIGINT else "preempted"
             folder.write_status(state, **kept, reason=reason)
         self._write_page()

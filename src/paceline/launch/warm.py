@@ -22,7 +22,7 @@ from pathlib import Path
 from paceline.launch.rank_processes import LIBRARY_VARIABLES, THREADS
 from paceline.launch.warm_server import send_request
 from paceline.runs.interpreter import python_command
-from paceline.runs.process_handle import ProcessHandle
+from paceline.runs.machine import ProcessHandle
 
 WARM = "PACELINE_WARM"  # off: every call starts its own processes
 _MODULE = "paceline.launch.warm_server"

@@ -37,13 +37,13 @@ from paceline.launch.rank_processes import (
     start_fork_server,
 )
 from paceline.runs.interpreter import safe_path
-from paceline.runs.process_handle import ProcessHandle
-from paceline.runtime.open_files import require_open_files
+from paceline.runs.machine import ProcessHandle
+from paceline.runtime.resources import require_open_files
 
 # What every run loads. `__main__` is the command.
 _PRELOADED = (
-    *("paceline.__main__", "paceline.launch.bytecode", "paceline.launch.start", "paceline.training.rehearse"),
-    *("paceline.settings.help", "numpy.random"),
+    *("paceline.__main__", "paceline.runs.interpreter", "paceline.launch.start", "paceline.training.rehearse"),
+    *("paceline.settings.command_line", "numpy.random"),
     *FORKED_PRELOADS,
 )
 # What many runs load. One is loaded whenever there is nothing to do, so the first request does not wait for them.
@@ -52,7 +52,7 @@ _LATER = (
     *("torch.utils.tensorboard", "paceline.models.resnet", "paceline.data.sources.cifar10"),
     *("paceline.data.sources.folder", "paceline.data.sources.custom"),
 )
-_LOOK_S = 0.25  # for the end of the parent
+_POLL_S = 0.25  # for the end of the parent
 _MOST_DESCRIPTORS = 16
 _LENGTH_BYTES = 8
 
@@ -70,7 +70,7 @@ def main(descriptor: int) -> None:
     connection.sendall(b"L")  # loaded
     later = list(_LATER)
     while os.getppid() == parent:
-        if not select.select([connection], [], [], _LOOK_S)[0]:
+        if not select.select([connection], [], [], _POLL_S)[0]:
             _load_next(later)
             continue
         request, descriptors = _receive(connection)

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import Cause
-from paceline.launch.rank_exit import RankExit, read_rank_exit
+from paceline.launch.causes import RankExit, read_rank_exit
 from paceline.metrics.screen import erase_live_line
-from paceline.runs.process_handle import ProcessHandle
-from paceline.runtime.hang_guard import STACKS_SIGNAL, wait_for_stacks
-from paceline.runtime.pulse import Beat, pulse_path, read_pulse
-from paceline.runtime.running_clock import HangClock
+from paceline.runs.machine import ProcessHandle
+from paceline.runtime.pulse import Beat, HangClock, pulse_path, read_pulse
+from paceline.runtime.watchdog import STACKS_SIGNAL, wait_for_stacks
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _MEMORY_S = 0.5
 _STOP_GRACE_S = 30.0  # after a rank that was asked to stop: the others save, too
 _FAILURE_GRACE_S = 0.5  # after a failure: the others write their exit records
@@ -115,7 +114,7 @@ class Watch:
         return [self.ranks.setdefault(rank, RankState(rank, handle)) for rank, handle in self._read_handles().items()]
 
     def _run(self) -> None:
-        while not self._over.wait(_LOOK_S):
+        while not self._over.wait(_POLL_S):
             self._look()
             self._end_the_rest()
             self._look_for_hangs()

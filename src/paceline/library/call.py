@@ -15,15 +15,12 @@ from paceline.launch.request import decide_processes, read_request
 from paceline.library.functions import is_importable, name_of, reference_to, write_down
 from paceline.library.modules import check_module, is_module
 from paceline.library.run_inputs import SOURCE_FILE
-from paceline.runs.names import propose_run_folder
-from paceline.runs.place import RunPlace, decide_place
-from paceline.settings.fields import field_table, find_field, flatten
+from paceline.runs.place import RunPlace, decide_place, propose_run_folder
 from paceline.settings.load import LoadedConfig, load_config, to_yaml
-from paceline.settings.model_args import write_model_args
 from paceline.settings.recipe_file import DEFAULT_RECIPE
 from paceline.settings.rules import check_faults, check_world
-from paceline.settings.schema import Config, ModelConfig
-from paceline.settings.tasks import SINGLE_LABEL
+from paceline.settings.schema import Config, ModelConfig, field_table, find_field, flatten
+from paceline.settings.syntax import write_model_args
 from paceline.settings.values import Setting, as_typed, check_texts, invalid, unknown_name
 
 if TYPE_CHECKING:
@@ -126,7 +123,6 @@ def find_objects(call: Call, *, validation: Any, test: Any, classes: Any, transf
     """Convert data and models that are objects. Functions that ranks cannot import are written down."""
     settings = dict(call.settings)
     extra = {"validation": validation, "test": test, "classes": classes, "transform": transform}
-    _refuse_other_tasks(settings)
     objects = _find_data(call, settings, {name: value for name, value in extra.items() if value is not None})
     instance = settings.get("model_name") if is_module(settings.get("model_name")) else None
     if instance is not None:
@@ -137,18 +133,6 @@ def find_objects(call: Call, *, validation: Any, test: Any, classes: Any, transf
     return dataclasses.replace(
         call, settings=settings, source=source, written=written, objects=objects, instance=instance
     )
-
-
-def _refuse_other_tasks(settings: dict[str, Any]) -> None:
-    data, task = settings.get("dataset"), settings.get("task")
-    if task not in (None, SINGLE_LABEL) and data is not None and not isinstance(data, str) and not callable(data):
-        raise UserError(
-            "arrays and data sets hold one class per sample",
-            where="paceline.train(task=...)",
-            got=task,
-            allowed=SINGLE_LABEL,
-            hint="for other tasks, data is a function in a file that returns the parts, or dataset='csv'",
-        )
 
 
 def _find_data(call: Call, settings: dict[str, Any], extra: dict[str, Any]) -> DataObjects | None:
@@ -170,13 +154,13 @@ def _find_data(call: Call, settings: dict[str, Any], extra: dict[str, Any]) -> D
     from paceline.library.data_objects import call_for_objects, read_objects
 
     settings["dataset"] = ARRAYS
-    if not is_function:
-        if settings.get("data_dir") is not None:
-            raise UserError("data is given twice", where="paceline.train", got="data and data_dir")
-        return read_objects(data, **extra)
+    if not is_function and settings.get("data_dir") is not None:
+        raise UserError("data is given twice", where="paceline.train", got="data and data_dir")
     # The function may ask for the config, and settings of functions need no rank here.
-    plain = {name: value for name, value in settings.items() if name in ("data_dir", "seed")}
+    plain = {name: value for name, value in settings.items() if name in ("data_dir", "seed", "task")}
     config = load_config(call.recipe, as_settings(plain, Path(SOURCE_FILE))).config
+    if not is_function:
+        return read_objects(data, **extra, task=config.data.task)
     named = dataclasses.replace(config.data, dataset=name_of(data))
     return call_for_objects(data, dataclasses.replace(config, data=named), **extra)
 

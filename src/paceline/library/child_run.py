@@ -19,8 +19,7 @@ from typing import TextIO
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError, error_kind
 from paceline.launch.child import Child, start_child
 from paceline.launch.request import decide_processes
-from paceline.library.epochs import EpochWatch, OnEpoch
-from paceline.library.live_table import open_live_table
+from paceline.library.epochs import EpochWatch, OnEpoch, open_live_table
 from paceline.metrics.screen import NO_FIGURES, OUTPUT, pass_on
 from paceline.runs.folder import RunFolder
 from paceline.runs.trust import trust_variables
@@ -29,7 +28,7 @@ from paceline.runtime.detect import threads_per_rank
 from paceline.settings.load import load_config
 
 _LAST_OUTPUT_S = 2.0
-_LOOK_S = 0.05  # for epochs, and for Ctrl-C: Python handles signals between waits
+_POLL_S = 0.05  # for epochs, and for Ctrl-C: Python handles signals between waits
 
 
 def train_in_child(arguments: list[str], folder: Path, *, quiet: bool, on_epoch: OnEpoch | None = None) -> None:
@@ -87,7 +86,7 @@ def _wait(child: Child, watch: EpochWatch) -> tuple[int, bool]:
         try:
             if code is None:
                 with suppress(subprocess.TimeoutExpired):
-                    code = child.wait(_LOOK_S)
+                    code = child.wait(_POLL_S)
             watch.look(child)  # also after the end: it may have been faster than this loop
             if code is not None:
                 return code, is_interrupted

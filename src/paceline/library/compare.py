@@ -15,6 +15,7 @@ from paceline.library.run import Run
 from paceline.library.table import Table
 from paceline.metrics.recorder import read_rows
 from paceline.reports.compare_page import Finding, write_compare_page
+from paceline.runs.catalog import find_run
 from paceline.runs.comparison import (
     HASHES,
     SHORT_HASH,
@@ -24,7 +25,6 @@ from paceline.runs.comparison import (
     config_differences,
     read_record,
 )
-from paceline.runs.find import find_run
 from paceline.runs.folder import RunFolder, require_run_folder
 from paceline.runs.notes import read_notes
 
@@ -43,6 +43,8 @@ _RESULTS = {
     "weights": ("weights_sha256", f"{{:.{SHORT_HASH}}}"),
     "optimizer": ("optimizer_sha256", f"{{:.{SHORT_HASH}}}"),
 }
+
+_IN_RESULTS = ("accuracy", "loss")  # in _RESULTS already
 
 
 def compare(runs: Sequence[Run | str | Path]) -> Comparison:
@@ -93,7 +95,7 @@ class Comparison:
     def table(self) -> Table:
         """A row per run: the settings that differ, and its results."""
         differences = config_differences(self._records)
-        names = [name for name, _ in _RESULTS.values()]
+        names = [name for name, _ in _results_of(self._records).values()]
         rows = [
             {
                 "run": record.path.name,
@@ -183,8 +185,15 @@ def _judge(first: RunRecord, other: RunRecord, label: str) -> Verdict:
 
 
 def _result_rows(records: list[RunRecord]) -> dict[str, list[str]]:
-    rows = {title: [_result(record, *spec) for record in records] for title, spec in _RESULTS.items()}
+    rows = {title: [_result(record, *spec) for record in records] for title, spec in _results_of(records).items()}
     return {title: cells for title, cells in rows.items() if set(cells) != {"-"}}
+
+
+def _results_of(records: list[RunRecord]) -> dict[str, tuple[str, str]]:
+    """The figures to compare: the metrics that chose the best checkpoints, and those that every run has."""
+    chosen = dict.fromkeys(record.results.get("best_by") for record in records)
+    own = {f"test {name}": (f"test_metrics.{name}", "{:.6g}") for name in chosen if name not in (None, *_IN_RESULTS)}
+    return own | _RESULTS
 
 
 def _shown(value: object) -> str:
@@ -243,7 +252,7 @@ def _differences(verdict: Verdict) -> list[str]:
 
 def _as_json(records: list[RunRecord], verdicts: list[Verdict]) -> dict[str, Any]:
     labels = string.ascii_uppercase
-    names = [name for name, _ in _RESULTS.values()]
+    names = [name for name, _ in _results_of(records).values()]
     return {
         "equal": all(verdict.is_equal for verdict in verdicts),
         "runs": [

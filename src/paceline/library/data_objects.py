@@ -24,6 +24,7 @@ from paceline.data.sources.arrays import chunks, header_of, require_finite
 from paceline.data.sources.custom import call_function
 from paceline.errors import PacelineError, UserError
 from paceline.settings.schema import Config
+from paceline.settings.tasks import SINGLE_LABEL
 from paceline.tools.doctor.machine import gather_memory
 
 _SPARE_BYTES = 100_000_000  # of the disk, for checkpoints and logs
@@ -65,7 +66,13 @@ class DataObjects:
 
 
 def read_objects(
-    data: Any, validation: Any = None, test: Any = None, classes: Any = None, transform: Transform | None = None
+    data: Any,
+    validation: Any = None,
+    test: Any = None,
+    classes: Any = None,
+    transform: Transform | None = None,
+    *,
+    task: str = SINGLE_LABEL,
 ) -> DataObjects:
     """`data` is the training part, or a dict of all parts as a data set function returns it."""
     if transform is not None and not callable(transform):
@@ -79,13 +86,15 @@ def read_objects(
             raise UserError(f"{name} is given twice", where="paceline.train", got=f"data[{name!r}] and {name}=")
         if part is not None:
             given[name] = part
-    return _converted(given, classes, transform)
+    return _converted(given, classes, transform, task)
 
 
-def read_test_objects(data: Any, classes: tuple[str, ...], transform: Transform | None) -> Dataset:
-    """Data to evaluate a run on that has these classes."""
+def read_test_objects(
+    data: Any, classes: tuple[str, ...], transform: Transform | None, *, task: str = SINGLE_LABEL
+) -> Dataset:
+    """Data to evaluate a run on that has these classes and this task."""
     try:
-        part = adapt_part(data, TEST, classes, transform)
+        part = adapt_part(data, TEST, classes, transform, task=task)
         for ids in chunks(part):
             require_finite(part.read(ids), ids, TEST)
     except PacelineError as error:
@@ -108,13 +117,13 @@ def _parts_of_dict(data: Mapping[Any, Any]) -> tuple[dict[str, Any], Any]:
 def call_for_objects(
     function: Callable[..., Any], config: Config, *, classes: Any = None, transform: Transform | None = None
 ) -> DataObjects:
-    """Call a data set function that ranks cannot import, in this process."""
+    """Call a data set function that ranks cannot import, in this process. The config has the task."""
     returned = call_function(function, config.data, config.train.seed)
     given, own = parts_of(returned)
-    return _converted(given, own if classes is None else classes, transform)
+    return _converted(given, own if classes is None else classes, transform, config.data.task)
 
 
-def _converted(given: dict[str, Any], classes: Any, transform: Transform | None) -> DataObjects:
+def _converted(given: dict[str, Any], classes: Any, transform: Transform | None, task: str) -> DataObjects:
     is_test_held_out = TEST not in given
     if any(isinstance(part, tuple | list) and len(part) == 3 for part in given.values()):
         raise UserError(
@@ -125,8 +134,8 @@ def _converted(given: dict[str, Any], classes: Any, transform: Transform | None)
             hint="a function in a file that returns (x, y, weights) for each part, and sampling='weighted'",
         )
     try:
-        # The held-out part is cut off below. Until then the training part stands for it.
-        loaded = adapt_parts({TEST: given[TRAIN], **given}, classes, ARRAYS, transform)
+        # The held-out part is cut off below. Until then the training part takes its place.
+        loaded = adapt_parts({TEST: given[TRAIN], **given}, classes, ARRAYS, transform, task=task)
     except PacelineError as error:
         error.where = f"paceline.train(data=...), {error.where}" if error.where else "paceline.train(data=...)"
         error.hint = _hint_for(given[TRAIN]) or error.hint
@@ -155,7 +164,7 @@ def _hold_out_test(loaded: LoadedData) -> LoadedData:
     parts: dict[str, Dataset] = {TRAIN: _Subset(loaded.train, train), TEST: _Subset(loaded.train, test)}
     if loaded.validation is not None:
         parts[VALIDATION] = loaded.validation
-    return LoadedData(describe_parts(parts, loaded.info.classes, ARRAYS), **parts)
+    return LoadedData(describe_parts(parts, loaded.info.classes, ARRAYS, loaded.info.task), **parts)
 
 
 class _Subset:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, Final, Literal
 
 from paceline.errors import UserError
 from paceline.launch.child import Child
+from paceline.library.table import SHOWN_ROWS, Table
 from paceline.runtime.caller import EpochReports, ask_for_results
 
 _EVERY_RUN = ("loss", "accuracy", "throughput")  # figures of a validation that are not the user's metrics
@@ -116,3 +119,53 @@ class EpochWatch:
                     allowed="paceline.STOP to end the run, or nothing to go on",
                 )
         return STOP in answers
+
+
+# A table in a notebook that gets a row per epoch while a run trains.
+
+
+def open_live_table() -> LiveTable | None:
+    """None outside of notebooks: a terminal cannot replace what it has printed, and a script shows no HTML."""
+    ipython = sys.modules.get("IPython")  # a notebook has imported it
+    shell = ipython.get_ipython() if ipython is not None else None
+    terminal = sys.modules.get("IPython.terminal.interactiveshell")
+    if shell is None or (terminal is not None and isinstance(shell, terminal.TerminalInteractiveShell)):
+        return None
+    return LiveTable()
+
+
+class LiveTable:
+    """Shows the last epochs. A display that fails ends no run."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._handle: Any = None
+
+    def show(self, epoch: Epoch) -> None:
+        self._rows.append(_row(epoch))
+        table = Table(self._rows[-SHOWN_ROWS:])
+        with suppress(Exception):
+            if self._handle is None:
+                from IPython.display import display
+
+                self._handle = display(table, display_id=True)
+            else:
+                self._handle.update(table)
+
+
+def _row(epoch: Epoch) -> dict[str, Any]:
+    return {
+        "epoch": f"{epoch.number}/{epoch.epochs}",
+        "train loss": epoch.train_loss,
+        "train accuracy": _percent(epoch.train_accuracy),
+        "val loss": epoch.val_loss,
+        "val accuracy": _percent(epoch.val_accuracy),
+        **epoch.metrics,
+        "samples/s": epoch.samples_per_s,
+        "seconds": epoch.seconds,
+        "": "best" if epoch.is_best else "",
+    }
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2%}"

@@ -38,19 +38,25 @@ class IndexedSamples(Protocol):
 
 
 Images = IndexedSamples | Picture | Tensor | np.ndarray[Any, Any] | Sequence[Picture | Tensor | np.ndarray[Any, Any]]
-_EXPECTED = "paths, PIL images, or uint8 arrays [N, C, H, W] or [N, H, W, C] of 1 or 3 channels"
+_EXPECTED = "paths, PIL images, or uint8 arrays [N, C, H, W] or [N, H, W, C] of 1 or 3 channels, with or without N"
 _AT_ONCE = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """The answer for one image. A regression has `values`, and the other tasks have the rest."""
 
     label: str  # the likeliest class
     probability: float
-    probabilities: dict[str, float] = dataclasses.field(repr=False)  # of every class
+    probabilities: dict[str, float]  # of every class
     labels: tuple[str, ...] = ()  # of a multi-label run: all labels of the image, the likeliest first
     values: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        if self.values:
+            return f"Prediction({', '.join(f'{name}={value:.4g}' for name, value in self.values.items())})"
+        labels = f", labels={self.labels}" if self.labels else ""
+        return f"Prediction({self.label!r}, {self.probability:.1%}{labels})"
 
 
 @dataclass(frozen=True)
@@ -104,11 +110,26 @@ def _as_samples(images: Any, info: DatasetInfo, transform: Transform | None) -> 
         images = [pairs.raw_sample(index) for index in range(len(pairs))]
     if transform is not None:
         images = [transform(image) for image in _one_by_one(images)]
+    elif is_array:
+        images = _with_batch_dimension(images, info)
     if not info.takes_pictures:
         return _as_arrays(images, info)
     shape = info.sample_shape
     prepared = [_as_sample(image, shape) for image in _one_by_one(images)]
     return torch.stack(prepared) if prepared else torch.empty(0, *shape, dtype=torch.uint8)
+
+
+def _with_batch_dimension(array: Any, info: DatasetInfo) -> Any:
+    """A batch of samples, also of one sample that was taken out of its batch, such as x[0]."""
+    shape, (channels, *sides) = tuple(array.shape), info.sample_shape
+    if not sides:
+        return array[None] if shape == (channels,) else array
+    if channels == 1 and list(shape[1:]) == sides:
+        return array[:, None]  # grey images [N, H, W], as in the training data
+    if len(shape) == 2:
+        return array[None, None]
+    is_sample = info.takes_pictures or shape in (info.sample_shape, (*sides, channels))
+    return array[None] if len(shape) == 3 and is_sample else array
 
 
 def _as_arrays(images: Any, info: DatasetInfo) -> Tensor:
@@ -130,7 +151,7 @@ def _one_by_one(images: Any) -> Iterator[Any]:
         yield images
     elif isinstance(images, Tensor | np.ndarray):
         if images.ndim < 2:
-            raise UserError("these are not samples", got=f"an array of shape {tuple(images.shape)}", allowed=_EXPECTED)
+            raise UserError("these are not images", got=f"an array of shape {tuple(images.shape)}", allowed=_EXPECTED)
         yield from images
     elif isinstance(images, Sequence):
         yield from images
@@ -157,6 +178,7 @@ def _as_sample(image: Any, shape: tuple[int, ...]) -> Tensor:
 
 def _channels_first(image: Any) -> Tensor:
     pixels = torch.as_tensor(image).cpu()
+    pixels = pixels[None] if pixels.ndim == 2 else pixels
     if pixels.dtype == torch.uint8 and pixels.ndim == 3:
         if len(pixels) in (1, 3):
             return pixels

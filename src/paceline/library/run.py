@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
-from functools import cached_property
+import os
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paceline.data.array_folder import ARRAYS
 from paceline.errors import UserError
-from paceline.library.caller_state import caller_state_kept
 from paceline.library.run_inputs import stored_arrays
 from paceline.library.table import Table
 from paceline.metrics.recorder import read_rows
-from paceline.runs.catalog import read_entry
-from paceline.runs.file_shapes import RESULTS
-from paceline.runs.find import find_run
+from paceline.runs.catalog import find_run, read_entry
 from paceline.runs.folder import RunFolder, require_run_folder
-from paceline.runs.json_files import read_object
+from paceline.runs.json_files import RESULTS, read_object
 from paceline.runs.trust import trusting_code
 from paceline.settings.load import load_config
 from paceline.settings.schema import Config
-from paceline.training.export_request import check_format, check_output, default_output
+from paceline.training.export_request import check_format, check_output, check_packages, default_output
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,7 +31,51 @@ if TYPE_CHECKING:
     from paceline.library.predictions import Images, OpenModel, Prediction
     from paceline.training.evaluate import Evaluation
 
+
+_ONE_AT_A_TIME = threading.RLock()  # these settings belong to the process, not to a thread
+# The first is set for runs with --exact or --deterministic, the second by torch when its compiler is imported.
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR")
 _PHASES = ("train", "val", "test", "step")
+
+
+# Keeps the settings of the caller's process when a run's model is built or evaluated in it.
+
+
+@contextmanager
+def caller_state_kept() -> Iterator[None]:
+    """Restore random generators, the number of threads, filters of warnings, and what torch allows kernels to do.
+
+    Modules that import torch are imported inside of it: torch adds a filter of warnings and a variable.
+
+    Threads that use this wait for each other. A thread that draws random numbers meanwhile without it may get numbers
+    of the run.
+    """
+    with _ONE_AT_A_TIME, warnings.catch_warnings():
+        variables = {name: os.environ.get(name) for name in _VARIABLES}
+        import numpy as np
+        import torch
+
+        python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(cpu)
+            if devices:
+                torch.cuda.set_rng_state_all(devices)
+            torch.set_num_threads(threads)
+            torch.backends.cudnn.benchmark = benchmark
+            torch.use_deterministic_algorithms(is_deterministic, warn_only=only_warns)
+            for name, value in variables.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def load_run(folder_or_name: str | Path, *, trust_code: bool = False) -> Run:
@@ -49,6 +94,7 @@ class Run:
     def __init__(self, path: Path, *, trust_code: bool = False) -> None:
         self.path = path.absolute()  # stays valid if the notebook changes its working directory
         self._trust_code = trust_code
+        self._best: tuple[list[tuple[Path, int]], OpenModel] | None = None
 
     @property
     def name(self) -> str:
@@ -107,7 +153,7 @@ class Run:
     def predict(
         self, images: Images, *, logits: bool = False, transform: Callable[[Any], Any] | None = None
     ) -> list[Prediction] | Tensor:
-        """Label samples with the best weights: paths, PIL images, or arrays as in the training data.
+        """Label samples with the best weights: paths, PIL images, or arrays as in the training data, also one sample.
 
         A map-style data set works too; its labels are not used. With `logits` it returns the outputs of the model
         instead, a tensor [N, classes]. `transform` is applied to each sample first.
@@ -116,7 +162,7 @@ class Run:
             from paceline.library.predictions import predict, predict_logits
 
             function = predict_logits if logits else predict
-            return function(self._best, images, transform)
+            return function(self._open_best(), images, transform)
 
     def export(self, format: str = "safetensors", output: str | Path | None = None, *, force: bool = False) -> Path:
         """Write the best weights for other programs: safetensors, torchscript, onnx or torch.export.
@@ -124,9 +170,10 @@ class Run:
         Returns the folder: `output`, or export-FORMAT in the run folder. `force` replaces an earlier export.
         """
         with trusting_code(self._trust_code):
-            check_format(format)
+            check_format(format, where="run.export")
             folder = Path(output) if output is not None else default_output(self.path, format)
-            check_output(folder, is_forced=force)
+            check_output(folder, is_forced=force, hint="force=True, or another output=")
+            check_packages(format, where=f"run.export({format!r})")
             with caller_state_kept():
                 from paceline.training.export import export_run
 
@@ -165,7 +212,9 @@ class Run:
             opened = open_run(self.path, flags, trust_code=self._trust_code)
             if data is None:
                 return evaluate_run(opened)
-            return evaluate_run(opened, read_test_objects(data, opened.classes, transform))
+            return evaluate_run(
+                opened, read_test_objects(data, opened.classes, transform, task=opened.record.info.task)
+            )
 
     def source(self, checkpoint: str | int = "best") -> dict[str, str]:
         """The source of the run's functions, stored in a checkpoint: text by file name. Nothing is executed."""
@@ -191,11 +240,15 @@ class Run:
     def _folder(self) -> RunFolder:
         return RunFolder(self.path)
 
-    @cached_property
-    def _best(self) -> OpenModel:
+    def _open_best(self) -> OpenModel:
+        """The best weights. They stay loaded until the run has better ones: it may train or be resumed meanwhile."""
         from paceline.library.predictions import open_model
 
-        return open_model(self.path, "best", trust_code=self._trust_code)
+        folders = [(self._folder.checkpoints / name).resolve() for name in ("best", "latest")]
+        mark = [(folder, folder.stat().st_mtime_ns) for folder in folders if folder.is_dir()][:1]
+        if self._best is None or self._best[0] != mark:
+            self._best = mark, open_model(self.path, "best", trust_code=self._trust_code)
+        return self._best[1]
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {self._in_words()}>"
@@ -207,4 +260,6 @@ class Run:
     def _in_words(self) -> str:
         entry = read_entry(self.path)
         accuracy = f", {entry.test_accuracy:.2%} test accuracy" if entry.test_accuracy is not None else ""
+        if entry.test_metric and entry.test_value is not None:
+            accuracy = f", test {entry.test_metric} {entry.test_value:.4g}"
         return f"{entry.state}, step {entry.step}{accuracy}" if entry.step is not None else entry.state

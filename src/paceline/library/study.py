@@ -19,8 +19,15 @@ from paceline.settings.declare import fields_of
 from paceline.settings.values import Setting, as_typed, build
 from paceline.tools.study.board import Board
 from paceline.tools.study.cells import CellState, read_states, run_local
-from paceline.tools.study.grid import StudySpec, continue_study, write_spec
-from paceline.tools.study.plan import Asked, check_cells, plan_study, refuse_taken
+from paceline.tools.study.grid import (
+    Asked,
+    StudySpec,
+    check_cells,
+    continue_study,
+    plan_study,
+    refuse_taken,
+    write_spec,
+)
 from paceline.tools.study.report import PAGE, write_report
 
 _ANSWER = "answer    "

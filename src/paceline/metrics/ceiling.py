@@ -17,18 +17,23 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
 from paceline.metrics.timing import gather_numbers, repeat
+from paceline.models.registry import build_model
 from paceline.parallel.collectives import wait_for_all
-from paceline.runs.cache import cache_folder
 from paceline.runs.folder import write_json
-from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import World
+from paceline.runtime.resources import usable_cores
+from paceline.settings.schema import ModelConfig
 from paceline.settings.small_files import read_json_object
+from paceline.settings.values import cache_folder
 
 _FIRST_SIDE, _LAST_SIDE = 256, 16384
 _LONG_ENOUGH_S = {"cpu": 0.02, "cuda": 0.004}  # a shorter product does not reach full speed
 _SECONDS = {"cpu": 0.6, "cuda": 0.2}
+_SAMPLES = 2  # BatchNorm cannot train on one
+_MOST_WORDS = 120
 
 
 def measure_matmul_flops(device: str, dtype: torch.dtype) -> float:
@@ -88,7 +93,7 @@ class Conditions:
 def conditions_of(world: World, dtype: torch.dtype) -> Conditions:
     is_cuda = world.device.startswith("cuda")
     return Conditions(
-        device=torch.cuda.get_device_name(world.device) if is_cuda else _name_processor(),
+        device=torch.cuda.get_device_name(world.device) if is_cuda else name_processor(),
         precision=name_precision(dtype, world.device),
         cores=0 if is_cuda else usable_cores(),
         threads=0 if is_cuda else world.threads,
@@ -97,7 +102,7 @@ def conditions_of(world: World, dtype: torch.dtype) -> Conditions:
     )
 
 
-def _name_processor() -> str:
+def name_processor() -> str:
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -163,3 +168,46 @@ def _measure(world: World, dtype: torch.dtype) -> float:
         return measure_matmul_flops(world.device, dtype)
     except torch.OutOfMemoryError:  # the run's tensors fill the device
         return 0.0
+
+
+# Count the floating-point operations of a training step: matrix products and convolutions, forward and backward.
+#
+# A copy of the model is built on the meta device, where tensors have shapes and no data. Nothing is computed. The run's
+# weights, statistics and random numbers do not change.
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Floating-point operations of forward and backward; None and the reason if they cannot be counted."""
+
+    per_sample: int | None
+    note: str = ""
+
+
+def count_flops(config: ModelConfig, input_shape: tuple[int, ...], num_classes: int) -> FlopCount:
+    """The cost grows linearly with the number of samples, so a few samples give the cost of each."""
+    try:
+        total = _count_on("meta", config, input_shape, num_classes)
+    except Exception:  # a user's model may read tensor values, which the meta device does not have
+        try:
+            with torch.random.fork_rng(devices=[]):
+                total = _count_on("cpu", config, input_shape, num_classes)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            return FlopCount(None, f"this model's arithmetic cannot be counted ({reason[:_MOST_WORDS]})")
+    if not total:
+        return FlopCount(None, "this model has no matrix product or convolution to count")
+    return FlopCount(total // _SAMPLES)
+
+
+def _count_on(device: str, config: ModelConfig, input_shape: tuple[int, ...], num_classes: int) -> int:
+    # Imported here: the import takes half a second.
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device(device):
+        model = build_model(config, input_shape, num_classes, load_weights=False).train()
+        inputs = torch.zeros(_SAMPLES, *input_shape)
+        answers = torch.zeros(_SAMPLES, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        F.cross_entropy(model(inputs), answers).backward()
+    return int(counter.get_total_flops())

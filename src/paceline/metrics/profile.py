@@ -18,8 +18,8 @@ from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.metrics.phases import PhaseClock
+from paceline.metrics.screen import format_time
 from paceline.metrics.timing import synchronise
-from paceline.metrics.units import format_time
 from paceline.parallel.collectives import wait_for_all
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runtime.detect import World

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,11 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.metrics.sinks.base import Sink
-from paceline.metrics.sinks.open import open_sinks
-from paceline.runs.file_shapes import ROW
+from paceline.metrics.sinks import Sink, open_sinks
+from paceline.metrics.step_trace import StepTrace
 from paceline.runs.folder import RunFolder, write_atomically
-from paceline.runs.json_files import read_objects
+from paceline.runs.json_files import ROW, read_objects
 from paceline.settings.small_files import open_plain
 
 CSV_COLUMNS = ("epoch", "phase", "loss", "accuracy", "throughput")
@@ -33,11 +33,26 @@ def read_rows(path: Path) -> list[Row]:
     return read_objects(path, ROW)
 
 
+def seconds_of_steps(rows: list[Row], global_batch_size: int) -> float:
+    """The time of all steps over all attempts, each step counted once, without evaluation."""
+    total_s, before = 0.0, 0  # of complete epochs, which end at step `before`
+    for row in rows:
+        if row.get("phase") == "train":
+            total_s, before = total_s + row["seconds"], row["step"]
+    for row in rows:  # a run that ended inside an epoch has steps after its last complete epoch
+        if row["kind"] == "step" and row["step"] > before:
+            total_s += (row["step"] - before) * global_batch_size / row["throughput"]
+            before = row["step"]
+    return total_s
+
+
 def inherit_rows(source: RunFolder, folder: RunFolder) -> None:
     """A run that continues in a new folder copies its earlier rows."""
     if source.path.resolve() != folder.path.resolve() and not folder.metrics_jsonl.exists():
         rows = read_rows(source.metrics_jsonl)
         write_atomically(folder.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in rows))
+        if source.steps.is_file() and not folder.steps.exists():
+            shutil.copyfile(source.steps, folder.steps, follow_symlinks=False)
 
 
 class Recorder:
@@ -56,6 +71,7 @@ class Recorder:
         write_atomically(folder.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in self._rows))
         self._file = open(folder.metrics_jsonl, "ab", buffering=0, opener=open_plain)  # noqa: SIM115
         self._waiting = b""  # lines that could not be written yet
+        self._trace = StepTrace(folder.steps, resume_step)
         self._write_csv()
 
     def open_trackers(self, names: tuple[str, ...], config: dict[str, Any]) -> None:
@@ -64,6 +80,10 @@ class Recorder:
 
     def step(self, step: int, **values: float) -> None:
         self._append({"kind": "step", "step": step, **values})
+
+    def trace(self, loss: float, grad_norm: float) -> None:
+        """The numbers of the next step; NaN if it was left out. They are written with the next row."""
+        self._trace.add((loss, grad_norm))
 
     def epoch(self, step: int, *, epoch: int, phase: str, **values: float | dict[str, list[float]]) -> None:
         """phase: train, val or test. `ranks`: columns with one number per rank, which trackers do not get."""
@@ -80,6 +100,7 @@ class Recorder:
         self._rows.append(row)
         self._waiting += (json.dumps(row) + "\n").encode()
         self._try(self._folder.metrics_jsonl.name, self._write_waiting)
+        self._try(self._folder.steps.name, self._trace.write)
         for sink in self._sinks:
             self._try(type(sink).__name__, partial(sink.write, row))
 

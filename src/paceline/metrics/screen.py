@@ -12,7 +12,8 @@ import re
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 from paceline.errors import printable
@@ -29,6 +30,8 @@ _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 COLOUR_CODES = (*_COLOURS.values(), "0")
 _TICK_S = 1.0  # update clocks and notice a resized window also without a new step
 _LABEL = re.compile(r"(\s*\w+:?\s{2,})\S")  # "data      shapes: ..."
+_OWN_COLOURS = re.compile(r"(\x1b\[(?:" + "|".join(COLOUR_CODES) + ")m)")
+UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 
 
 def output_mode() -> str:
@@ -240,3 +243,81 @@ class ScreenLog(logging.Handler):
             write_line(paint(text, "yellow" if is_warning else None, stream), stream)
         except Exception:  # a closed pipe or a full disk; handleError never raises
             self.handleError(record)
+
+
+# Standard output of the commands that show what files say: no control character of a file reaches the terminal.
+#
+# Run folders, notes and logs may come from any user. An escape sequence in them could rewrite what is on the screen, or
+# type into the shell. The commands that draw (train, bench, study, doctor, ...) print their own text.
+
+
+class PlainStream:
+    """A text stream that passes printable text, newlines, tabs and, on a terminal, our own few colours."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.unfiltered = stream
+
+    def write(self, text: str) -> int:
+        parts = _OWN_COLOURS.split(text) if is_live(self.unfiltered) else [text]
+        # Every second part is a colour of ours.
+        self.unfiltered.write("".join(part if n % 2 else printable(part) for n, part in enumerate(parts)))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+@contextmanager
+def plain_output() -> Iterator[None]:
+    """Filter standard output and error in this block."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, PlainStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def unfiltered(stream: TextIO) -> TextIO:
+    """For what moves the cursor itself, and prints text that was made printable before."""
+    return stream.unfiltered if isinstance(stream, PlainStream) else stream
+
+
+# Format sizes, times and rates for people. Does not import torch.
+#
+# Sizes use factors of 1024, as buffers do. Rates use factors of 1000, as link speeds do.
+
+
+def format_size(size_bytes: float) -> str:
+    for unit in ("GB", "MB", "KB"):
+        if size_bytes >= UNITS[unit]:
+            return f"{size_bytes / UNITS[unit]:.3g} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_time(seconds: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= factor:
+            return f"{_three_digits(seconds / factor)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} us"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    return f"{_three_digits(bytes_per_s / 1e9)} GB/s"
+
+
+def format_flops(flops_per_s: float) -> str:
+    if flops_per_s >= 1e12:
+        return f"{_three_digits(flops_per_s / 1e12)} TFLOP/s"
+    return f"{_three_digits(flops_per_s / 1e9)} GFLOP/s"
+
+
+def gigabytes(bytes_per_s: float) -> str:
+    """A rate without its unit, for a column with the unit in its heading."""
+    return _three_digits(bytes_per_s / 1e9)
+
+
+def _three_digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

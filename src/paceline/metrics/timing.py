@@ -35,10 +35,6 @@ class Rounds:
         return len(self.seconds)
 
     @property
-    def mean_s(self) -> float:
-        return statistics.fmean(self.seconds)
-
-    @property
     def median_s(self) -> float:
         return statistics.median(self.seconds)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.metrics.compile_gain import Gain, KnownTimes, expected_gain
 from paceline.metrics.phases import WARMUP_STEPS
-from paceline.metrics.units import format_flops
+from paceline.metrics.screen import format_flops
 from paceline.runtime.detect import World
-from paceline.settings.schema import Config
+from paceline.settings.schema import SHARDED, Config
 
 LEAST_STEPS = WARMUP_STEPS + 1  # shorter runs have only warm-up steps, which are too slow
 MUCH = 0.2  # share of a step that is worth reporting
@@ -92,8 +93,11 @@ class Setting:
     cores: int  # per node
     load: float = 0.0  # load average of the last minute, including this run
     step_ms: float = 0.0
-    is_packed: bool = False  # the data is a packed folder of pictures
+    is_packed: bool = False  # the data is a folder of pictures that is packed as pixels
     host_overhead_share: float | None = None  # share of time in which the GPU waited for the host
+    is_compiled: bool = False
+    is_recorded: bool = False  # steps are replayed as CUDA graphs
+    compile_gain: Gain | None = None  # None: not known
 
     @property
     def is_cuda(self) -> bool:
@@ -101,17 +105,33 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class UnusedOption:
+    """A setting that would make steps shorter, and is not on."""
+
+    name: str  # compile, recording, precision
+    tip: str
+    gain_share: float | None = None  # of a step's time; None: not known
+    pays_from_s: float | None = None  # seconds of training from which it pays; None: at once
+
+
+@dataclass(frozen=True)
 class RunVerdict:
     kind: str  # input-bound, communication-bound, straggler, compute-bound or overhead
     text: str
     tip: str
+    unused: tuple[UnusedOption, ...] = ()  # on a GPU, by expected gain
 
     @property
     def line(self) -> str:
         return f"{self.text}; next: {self.tip}"
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "text": self.text, "try": self.tip}
+        return {
+            "kind": self.kind,
+            "text": self.text,
+            "try": self.tip,
+            "unused": [asdict(option) for option in self.unused],
+        }
 
 
 def split_time(ranks: Sequence[RankTime]) -> Shares:
@@ -152,7 +172,7 @@ def judge_run(shares: Shares, speed: Speed, setting: Setting) -> RunVerdict:
         "compute-bound": _judge_compute,
         "overhead": _judge_overhead,
     }[kind](shares, speed, setting)
-    return RunVerdict(kind, f"{kind}: {text}", ", or ".join(tips[:2]))
+    return RunVerdict(kind, f"{kind}: {text}", ", or ".join(tips[:2]), tuple(unused_options(setting)))
 
 
 Judgement = tuple[str, list[str]]  # the finding, and tips in order of expected gain
@@ -235,7 +255,7 @@ def faster_data(setting: Setting) -> list[str]:
 
 def less_exchange(setting: Setting) -> list[str]:
     tips = []
-    if setting.strategy == "fsdp":
+    if setting.strategy in SHARDED:
         tips.append("--strategy ddp if the model fits (sharded weights are exchanged too)")
     if setting.config.parallel.sync_bn:
         tips.append("no --sync-bn")
@@ -254,14 +274,37 @@ def faster_arithmetic(setting: Setting, *, is_dense: bool = True) -> list[str]:
         if used < setting.cores:
             return [f"the other cores too: {used} of {setting.cores} are used (--processes, --omp-num-threads)"]
         return ["more cores or a GPU; faster links or disks would not help"]
-    tips = []
-    if setting.precision.startswith("float32"):
-        tips.append("mixed precision (leave out --no-amp)")
+    tips = [option.tip for option in unused_options(setting)]
     if not is_dense:
         tips.append("a larger --global-batch-size")
-    if setting.config.train.compile == "never":  # auto has already measured whether it helps
-        tips.append("no --compile never")
     return tips or ["more or faster GPUs: this one is nearly fully used"]
+
+
+def unused_options(setting: Setting) -> list[UnusedOption]:
+    """What would make the steps of a GPU shorter without other results than rounding. In order of expected gain."""
+    if not setting.is_cuda:
+        return []
+    found, train = [], setting.config.train
+    if setting.precision.startswith("float32"):
+        found.append(UnusedOption("precision", "mixed precision (leave out --no-amp)"))
+    if not setting.is_compiled and not (setting.config.parallel.exact or train.deterministic):
+        found += _unused_compilation(setting)
+    if train.compile == "never" and not setting.is_recorded and setting.world.world_size == 1:
+        found.append(UnusedOption("recording", "no --compile never, which also switches CUDA graphs off"))
+    return found
+
+
+def _unused_compilation(setting: Setting) -> list[UnusedOption]:
+    """`--compile auto` does not compile a short run. A longer one of the same kind would gain."""
+    gain = setting.compile_gain or expected_gain(KnownTimes(), is_cached=False)
+    if gain.share <= 0:
+        return []  # measured: compiled steps of this model are no shorter
+    flag = "no --compile never" if setting.config.train.compile == "never" else "--compile always"
+    how = "measured" if gain.is_measured else "expected"
+    tip = (
+        f"{flag}: {gain.share:.0%} of a step less ({how}), which pays from about {gain.pays_from_s:,.0f} s of training"
+    )
+    return [UnusedOption("compile", tip, gain.share, gain.pays_from_s)]
 
 
 def less_overhead(setting: Setting) -> list[str]:
@@ -275,8 +318,7 @@ def less_overhead(setting: Setting) -> list[str]:
         tips.append(f"a smaller --accumulate than {train.accumulate} (larger microbatches)")
     if train.deterministic and setting.is_cuda:
         tips.append("no --deterministic")
-    if setting.is_cuda and train.compile == "never":
-        tips.append("no --compile never")
+    tips += [option.tip for option in unused_options(setting) if option.name != "precision"]
     if setting.step_ms < _SHORT_STEP_MS:
         tips.append("a larger --global-batch-size (small operators are dominated by launch overhead)")
     is_profiled = setting.config.run.profile

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from paceline.data.fetch import locked
 from paceline.data.reference import Resolve, check_reference, resolve_reference
 from paceline.errors import DataError, PacelineError, UserError, text_of
-from paceline.runs.cache import cache_folder
-from paceline.runs.user_code import process_kept
+from paceline.runs.local_code import process_kept
+from paceline.settings.extras import how_to_install
+from paceline.settings.values import cache_folder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -109,7 +110,7 @@ def _check_collection(collection: str, model: str, where: str) -> None:
             f"the package {collection} is not installed",
             where=where,
             got=f"{collection}:{model}",
-            hint=f"pip install {collection}",
+            hint=how_to_install(collection),
         )
 
 

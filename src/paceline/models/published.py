@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.runs.cache import cache_folder
+from paceline.settings.values import cache_folder
 
 PUBLISHED = {  # the eight hex digits are the beginning of the file's SHA-256
     "vgg11": "vgg11-8a719046.pth",

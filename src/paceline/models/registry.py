@@ -14,8 +14,8 @@ from paceline.data.reference import Resolve, resolve_reference
 from paceline.errors import DataError, UserError
 from paceline.models.external import build_external, check_external, explained_arguments, is_of_collection, suggest
 from paceline.models.published import PUBLISHED
-from paceline.settings.model_args import parse_model_args
 from paceline.settings.schema import ModelConfig
+from paceline.settings.syntax import parse_model_args
 
 if TYPE_CHECKING:
     from torch import nn

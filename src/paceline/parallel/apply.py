@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +25,7 @@ from paceline.parallel.parts import copy_bits, local_part
 from paceline.parallel.presence import PIGGYBACKED_SCALARS, Presence, UnusedParameters
 from paceline.parallel.shared_gradients import SharedGradients, share_gradients
 from paceline.runtime.detect import World
-from paceline.settings.schema import Config
+from paceline.settings.schema import SHARDED, Config
 
 
 @dataclass
@@ -39,6 +40,9 @@ class ParallelModel:
     shared: SharedGradients | None = None  # replaces DDP between ranks on the CPUs of one node
     exposed: Exposed = field(default_factory=lambda: Exposed(torch.device("cpu")))
     shards_present: Callable[[], list[bool]] | None = None  # gradients made by a sharded model's last backward pass
+    is_compiled: bool = False
+    has_short_exchange: bool = False  # gradients are sent as bf16
+    copies: int = 1  # of each shard: under hsdp one per node
     _buckets: list[Tensor] = field(default_factory=list)
     _num_in_buckets: int = 0
 
@@ -49,6 +53,11 @@ class ParallelModel:
         self._presence = Presence(self._trained)
         self._present = torch.empty(0)  # of the last step, summed over ranks
         self._sample_keys = share_keys(self.module)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of every parameter."""
+        return self.strategy in SHARDED
 
     @property
     def draws_by_sample(self) -> bool:
@@ -71,7 +80,7 @@ class ParallelModel:
             self.forward.require_backward_grad_sync = enabled
             if enabled:
                 self._unused.note_gradients()
-        elif self.strategy == "fsdp":
+        elif self.is_sharded:
             self.forward.set_requires_gradient_sync(enabled)
 
     def finish_backward(self, objective: Tensor, mine: Tensor) -> None:
@@ -113,13 +122,14 @@ class ParallelModel:
     def bytes_to_sum(self) -> int:
         """Bytes of gradients to all-reduce per step. Sharded models count their own exchanges."""
         is_summed = self.piggybacked_scalars is not None or self.shared is not None
-        ranks = torch.distributed.get_world_size() if is_summed else 1
-        size = sum(parameter.numel() * parameter.element_size() for parameter in self._trained)
+        ranks = dist.get_world_size() if is_summed else 1
+        is_short = isinstance(self.forward, DistributedDataParallel) and self.has_short_exchange
+        size = sum(parameter.numel() * (2 if is_short else parameter.element_size()) for parameter in self._trained)
         return 2 * size * (ranks - 1) // ranks
 
     def release_gathered(self) -> None:
         """Call after a forward pass without a backward pass, so the next pass gathers the current weights."""
-        if self.strategy == "fsdp":
+        if self.is_sharded:
             from paceline.parallel.sharding import reshard
 
             reshard(self.module)
@@ -127,7 +137,7 @@ class ParallelModel:
     def local_gradients(self) -> list[Tensor]:
         """All gradients on this rank after a backward pass, as few large tensors."""
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        if self.strategy == "fsdp":
+        if self.is_sharded:
             return [local_part(gradient) for gradient in gradients]
         if self.piggybacked_scalars is None:
             return gradients
@@ -156,6 +166,13 @@ def resolve_strategy(config: Config, world_size: int) -> str:
     return config.parallel.strategy
 
 
+def num_shards(strategy: str, world: World) -> int:
+    """The parts that each parameter is cut into."""
+    if strategy not in SHARDED:
+        return 1
+    return world.local_world_size if strategy == "hsdp" else world.world_size
+
+
 def resolve_precision(config: Config, device: str) -> torch.dtype | None:
     """The type of mixed precision, or None for full precision."""
     if not config.train.amp:
@@ -176,7 +193,7 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
     model.to(device)
     if config.parallel.sync_bn and world.world_size > 1:
         model = synchronise_batchnorm(model, device)
-    if strategy != "fsdp":
+    if strategy not in SHARDED:
         # Channels-last convolutions are faster on CPUs and tensor cores. FSDP sets the layout of its shards itself.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     forward: Any = torch.compile(model, dynamic=False) if is_compiled else model
@@ -185,7 +202,7 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
         # shared memory.
         optim = config.optim
         writes = dtype is torch.float16 or optim.clip_value or optim.clip_agc or optim.unfreeze_at
-        can_share = not writes and not config.parallel.bucket_cap_mb
+        can_share = not writes and not config.parallel.bucket_cap_mb and config.parallel.exchange_dtype == "auto"
         shared = share_gradients(model, world) if can_share else None
         if shared is not None:
             return ParallelModel(model, forward, strategy, dtype, shared=shared)
@@ -193,16 +210,28 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
         trained = sum(parameter.requires_grad for parameter in model.parameters())
         wrapper = _WithPiggybackedScalars(model, forward, device, numbers=PIGGYBACKED_SCALARS + 1 + trained)
         forward = _wrap_ddp(wrapper, device, config.parallel.bucket_cap_mb)
-        return ParallelModel(model, forward, strategy, dtype, wrapper.piggybacked_scalars, exposed=Exposed(device))
+        if config.parallel.exchange_dtype == "bf16":
+            forward.register_comm_hook(None, lambda _, bucket: sum_as_bf16(bucket))  # torch refuses annotations
+        return ParallelModel(
+            model,
+            forward,
+            strategy,
+            dtype,
+            wrapper.piggybacked_scalars,
+            exposed=Exposed(device),
+            has_short_exchange=config.parallel.exchange_dtype == "bf16",
+        )
     exposed = Exposed(device)
-    if strategy == "fsdp":
+    if strategy in SHARDED:
         # The import takes a second, and few runs need it.
-        from paceline.parallel.sharding import ShardPresence, follow_shards, shard
+        from paceline.parallel.sharding import ShardPresence, follow_shards, mesh_of, shard
 
-        forward = shard(model, world, dtype, config.parallel)
-        follow_shards(model, exposed, device)
+        mesh = mesh_of(strategy, world)
+        forward = shard(model, mesh, dtype, config.parallel)
+        follow_shards(model, exposed, mesh)
         present = ShardPresence(model).take if world.world_size > 1 else None
-        return ParallelModel(model, forward, strategy, dtype, exposed=exposed, shards_present=present)
+        copies = world.world_size // num_shards(strategy, world)
+        return ParallelModel(model, forward, strategy, dtype, exposed=exposed, shards_present=present, copies=copies)
     return ParallelModel(model, forward, strategy, dtype, exposed=exposed)
 
 
@@ -238,6 +267,19 @@ def _wrap_ddp(model: nn.Module, device: torch.device, bucket_cap_mb: int) -> Dis
     # Gradients stay in the buckets: this saves a copy per step, and guards read a few large tensors.
     options: dict[str, Any] = {switch: False, "gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb or None}
     return DistributedDataParallel(model, device_ids=device_ids, **options)
+
+
+def sum_as_bf16(bucket: Any) -> Any:
+    """A communication hook of DDP: a future of the bucket's mean over ranks, sent as bf16.
+
+    Like torch's `bf16_compress_hook`, which refuses gloo. The scalars of a step travel in a bucket too: a rounded loss
+    is good enough to find one that is not finite, and the logged losses are summed in float64.
+    """
+    whole = bucket.buffer()
+    short = whole.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(short, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda _: whole.copy_(short))
 
 
 def settle_buckets(model: ParallelModel, example: Tensor) -> None:
@@ -284,6 +326,6 @@ class PlainAttributes:
 
 def autocast(model: ParallelModel, world: World) -> AbstractContextManager[object]:
     """Mixed precision for a forward pass. Under FSDP the shards' own policy does the casting."""
-    if model.autocast_dtype is None or model.strategy == "fsdp":
+    if model.autocast_dtype is None or model.is_sharded:
         return nullcontext()
     return torch.autocast(torch.device(world.device).type, model.autocast_dtype)

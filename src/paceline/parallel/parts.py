@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
@@ -26,6 +27,15 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part
+
+
+def sum_over_shards(values: Tensor, tensor: Tensor) -> None:
+    """Add up values of this rank's shard of a tensor over the ranks that hold its other shards, in place. Collective.
+
+    Under hsdp they are the ranks of one node: other nodes hold copies.
+    """
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    dist.all_reduce(values, group=mesh.get_group(mesh.ndim - 1))
 
 
 def bits(tensor: Tensor) -> Tensor:

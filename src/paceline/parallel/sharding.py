@@ -1,4 +1,4 @@
-"""FSDP2: shards a model, one group per block, and counts and times its exchanges.
+"""FSDP2: shards a model over all ranks, or over the ranks of each node (hsdp), and counts and times its exchanges.
 
 Imported only by runs that shard: torch's FSDP modules take as long to load as half of torch.
 """
@@ -11,24 +11,54 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from paceline.errors import UserError
 from paceline.models.layers import find_blocks
+from paceline.parallel.collectives import gather_texts
 from paceline.parallel.exposed import Exposed
 from paceline.runtime.detect import World
 from paceline.settings.schema import ParallelConfig
 
+_MOST_PLACES = 8  # shown in a message
 
-def shard(model: nn.Module, world: World, dtype: torch.dtype | None, choices: ParallelConfig) -> nn.Module:
+
+def mesh_of(strategy: str, world: World) -> DeviceMesh:
+    """The ranks that share a parameter: all of them, or under hsdp those of a node. Collective.
+
+    The device is set explicitly: on a machine with GPUs, FSDP would otherwise use them even for a run on CPUs.
+    """
+    device = torch.device(world.device).type
+    if strategy == "fsdp":
+        return init_device_mesh(device, (world.world_size,))
+    _require_equal_nodes(world)
+    # FSDP replicates over the first dimension and shards over the second.
+    names = ("replicate", "shard")
+    return init_device_mesh(device, (world.num_nodes, world.local_world_size), mesh_dim_names=names)
+
+
+def _require_equal_nodes(world: World) -> None:
+    """Ranks are numbered node by node, and each node has equally many. Collective."""
+    places = gather_texts(f"{world.local_rank} of {world.local_world_size} on {world.host}", world)
+    expected = [f"{rank % world.local_world_size} of {world.local_world_size} on" for rank in range(world.world_size)]
+    if not all(place.startswith(text) for place, text in zip(places, expected, strict=True)):
+        raise UserError(
+            "hsdp needs equally many ranks on each node, numbered node by node",
+            where="--strategy hsdp",
+            got="; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places[:_MOST_PLACES])),
+            hint="--strategy fsdp, or the same number of ranks on every node",
+        )
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, choices: ParallelConfig) -> nn.Module:
     """Make one FSDP group per block or layer, and one for all other parameters."""
     _refuse_scalars(model)
+    sums = torch.bfloat16 if choices.exchange_dtype == "bf16" else torch.float32 if dtype else None
     options: dict[str, Any] = {
-        # Set explicitly: on a machine with GPUs, FSDP would otherwise use them even for a run on CPUs.
-        "mesh": init_device_mesh(torch.device(world.device).type, (world.world_size,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums),
         "offload_policy": CPUOffloadPolicy() if choices.cpu_offload else OffloadPolicy(),
         # None: all groups except the last one, which the backward pass needs first.
         "reshard_after_forward": None if choices.reshard_after_forward else False,
@@ -75,10 +105,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def follow_shards(model: nn.Module, exposed: Exposed, device: torch.device) -> None:
-    """Count and, on CPUs, time every exchange of a sharded model."""
-    exposed.is_known = device.type != "cuda"
-    gather, scatter = _TimedAllGather(exposed), _TimedReduceScatter(exposed)
+def follow_shards(model: nn.Module, exposed: Exposed, mesh: DeviceMesh) -> None:
+    """Count and, on CPUs, time every exchange of a sharded model. The sums over nodes under hsdp are not timed."""
+    copies = mesh.size(0) if mesh.ndim > 1 else 1
+    exposed.is_known = mesh.device_type != "cuda" and copies == 1
+    gather, scatter = _TimedAllGather(exposed), _TimedReduceScatter(exposed, copies)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gather)
@@ -97,13 +128,15 @@ class _TimedAllGather(DefaultAllGather):
 
 
 class _TimedReduceScatter(DefaultReduceScatter):
-    def __init__(self, exposed: Exposed) -> None:
+    def __init__(self, exposed: Exposed, copies: int) -> None:
         self._exposed = exposed
+        self._copies = copies  # of each shard, which are then summed
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
-        self._exposed.exchanged(began, input_tensor.nbytes - output_tensor.nbytes)
+        between_copies = 2 * output_tensor.nbytes * (self._copies - 1) // self._copies
+        self._exposed.exchanged(began, input_tensor.nbytes - output_tensor.nbytes + between_copies)
         return work
 
 

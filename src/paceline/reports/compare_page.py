@@ -88,6 +88,7 @@ def _charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
             _curves(runs, "epoch", "val", "accuracy", "epoch"),
             y_format="percent",
         ),
+        *(_metric_chart(runs, name) for name in _chosen_metrics(records)),
         Chart(
             *("throughput", "Throughput of all ranks", "step", "images/s"),
             _curves(runs, "step", "", "throughput", "step"),
@@ -95,6 +96,17 @@ def _charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
         ),
     ]
     return [chart for chart in charts if chart.series]
+
+
+def _chosen_metrics(records: Sequence[RunRecord]) -> list[str]:
+    """What the best checkpoints were chosen by, beside accuracy and loss."""
+    chosen = dict.fromkeys(record.results.get("best_by") for record in records)
+    return [name for name in chosen if name not in (None, "accuracy", "loss")]
+
+
+def _metric_chart(runs: list[tuple[str, RunRecord]], name: str) -> Chart:
+    curves = _curves(runs, "epoch", "val", name, "epoch")
+    return Chart(f"val-{name}", f"Validation {name}", "epoch", name, curves)
 
 
 def _curves(runs: list[tuple[str, RunRecord]], kind: str, phase: str, key: str, x: str) -> list[Series]:

@@ -13,11 +13,12 @@ from paceline.reports.page import Block, Gallery, Picture, Section, Tile, Tiles,
 
 if TYPE_CHECKING:  # they import torch
     from paceline.data.dataset import Channels, DatasetInfo
-    from paceline.data.look import DataFacts, Place
+    from paceline.data.look import DataFacts, NumberFacts, Place
 
 _MOST_ROWS = 50  # of duplicates and unreadable files
 _MOST_SIZES = 10
 _MOST_BARS = 60
+_MOST_NUMBERS = 4  # of a regression, in the summary
 _CHANNELS = {1: ("grey",), 3: ("red", "green", "blue")}
 _FAR = 0.1  # a mean or deviation that differs by more is marked
 
@@ -47,7 +48,8 @@ def write_data_page(path: Path, page: DataPage) -> Path:
     sections = [
         Section("Summary", [Tiles(_tiles(page))]),
         Section("Pictures and model inputs", _samples(page), "inputs"),
-        Section("Classes", _classes(page)),
+        Section("Classes", _classes(page) if page.facts.per_class else []),
+        Section("Numbers", [block for number in page.facts.numbers for block in _number(number)]),
         Section("Sizes", _sizes(page.facts)),
         Section("Mean and deviation", _statistics(page), "statistics"),
         Section("Duplicates", _duplicates(page)),
@@ -72,7 +74,7 @@ def judge_data(facts: DataFacts) -> tuple[str, Tone]:
     if facts.leaks:
         found.append(f"{_count(len(facts.leaks), 'sample')} of the training set also in validation or test")
     if facts.conflicts:
-        found.append(f"{_count(len(facts.conflicts), 'sample')} with several classes")
+        found.append(f"{_count(len(facts.conflicts), 'sample')} with different labels")
     if facts.unreadable:
         found.append(f"{_count(len(facts.unreadable), 'file')} that cannot be read")
     if found:
@@ -82,12 +84,16 @@ def judge_data(facts: DataFacts) -> tuple[str, Tone]:
 
 def _tiles(page: DataPage) -> list[Tile]:
     facts, info = page.facts, page.info
-    tiles = [Tile(part, f"{sum(counts):,}", "samples") for part, counts in facts.per_class.items()]
-    counts = [count for count in facts.per_class["train"] if count]
-    ratio = max(counts) / min(counts)
-    tiles.append(
-        Tile("classes", f"{info.num_classes:,}", f"largest {ratio:.3g} x the smallest", "warn" if ratio > 10 else "")
-    )
+    tiles = [Tile(part, f"{count:,}", "samples") for part, count in facts.num_samples.items()]
+    counts = [count for count in facts.per_class.get("train", ()) if count]
+    if counts:
+        ratio = max(counts) / min(counts)
+        note = f"largest {ratio:.3g} x the smallest"
+        tiles.append(Tile("classes", f"{info.num_classes:,}", note, "warn" if ratio > 10 else ""))
+    tiles += [
+        Tile(number.name, f"{number.spread['train'][1]:.4g}", f"mean, deviation {number.spread['train'][2]:.3g}")
+        for number in facts.numbers[:_MOST_NUMBERS]
+    ]
     if info.is_image and facts.sizes:
         (width, height), _ = max(facts.sizes.items(), key=lambda item: item[1])
         note = "all pictures" if len(facts.sizes) == 1 else f"most frequent of {len(facts.sizes):,} sizes"
@@ -119,12 +125,22 @@ def _classes(page: DataPage) -> list[Block]:
         blocks.append(
             Chart(*("classes", "Samples of each class", "class", "samples", series), kind="stacked-bar", wide=True)
         )
-    total = sum(facts.per_class["train"])
+    total = facts.num_samples["train"]
     rows: list[list[str | float | int | None]] = []
     for number, name in enumerate(classes):
         counts = [of_part[number] for of_part in facts.per_class.values()]
         rows.append([name, *counts, f"{counts[0] / total:.1%}"])
     return [*blocks, Table(("class", *facts.per_class, "of train"), rows)]
+
+
+def _number(number: NumberFacts) -> list[Block]:
+    series = [Series(part, counts, x=number.bins) for part, counts in number.per_bin.items()]
+    identity, title = f"number-{number.name}", f"Samples by {number.name}"
+    rows = [(part, *(f"{value:.5g}" for value in values)) for part, values in number.spread.items()]
+    return [
+        Chart(*(identity, title, number.name, "samples", series), kind="stacked-bar", wide=True),
+        Table((number.name, "smallest", "mean", "deviation", "largest"), rows),
+    ]
 
 
 def _sizes(facts: DataFacts) -> list[Block]:
@@ -172,23 +188,23 @@ def _duplicates(page: DataPage) -> list[Block]:
     ]
     kinds = (
         ("In training and in validation or test", facts.leaks),
-        ("With several classes", facts.conflicts),
+        ("With different labels", facts.conflicts),
     )
     for title, groups in kinds:
         if groups:
             more = f", the first {_MOST_ROWS}" if len(groups) > _MOST_ROWS else ""
-            rows = [(number, *_cells(group, page.info)) for number, group in enumerate(groups[:_MOST_ROWS], 1)]
+            rows = [(number, *_cells(group)) for number, group in enumerate(groups[:_MOST_ROWS], 1)]
             caption = f"{title}: {len(groups):,}{more}"
-            blocks.append(Table(("", "parts", "classes", "samples"), rows, caption=caption))
+            blocks.append(Table(("", "parts", "labels", "samples"), rows, caption=caption))
     return blocks
 
 
-def _cells(group: Sequence[Place], info: DatasetInfo) -> tuple[str, str, str]:
+def _cells(group: Sequence[Place]) -> tuple[str, str, str]:
     parts = ", ".join(dict.fromkeys(place.part for place in group))
-    classes = ", ".join(dict.fromkeys(info.classes[place.label] for place in group))
+    labels = "; ".join(dict.fromkeys(place.label for place in group))
     more = f" and {len(group) - 4} more" if len(group) > 4 else ""
     names = [f"{place.part} {place.name}" if place.name.startswith("sample ") else place.name for place in group[:4]]
-    return parts, classes, ", ".join(names) + more
+    return parts, labels, ", ".join(names) + more
 
 
 def _unreadable(facts: DataFacts) -> list[Block]:

@@ -19,10 +19,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.reports.charts import Chart, Matrix, Table
-from paceline.reports.thin import thin
+from paceline.reports.charts import Chart, Matrix, Series, Table
 from paceline.runs.folder import write_atomically
 
+MOST_POINTS = 1500
+_KEPT_PER_BUCKET = 3  # its lowest, its highest, and a gap
 Tone = Literal["", "good", "warn", "bad"]
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("charts.js", "bars.js", "page.js")
@@ -31,6 +32,36 @@ _MARKUP = re.compile(
 )
 _NUMBER_WORDS = re.compile(r"[-+±]?[\d][\d,.:]*( ?(%|x|×|s|ms|min|h|MB|MiB|GB|GiB|KiB|k|M))?")
 _DIGITS = 7  # significant digits of the numbers in charts
+
+
+# Reduces the points of long curves to what a screen can show, and keeps all peaks.
+
+
+def thin(series: Series, most_points: int = MOST_POINTS) -> Series:
+    """The same curve with at most `most_points` points: the lowest and highest of each section, and the ends."""
+    count = len(series.y)
+    if count <= most_points:
+        return series
+    size = math.ceil((count - 2) / max((most_points - 2) // _KEPT_PER_BUCKET, 1))
+    kept = {0, count - 1}
+    for start in range(1, count - 1, size):
+        kept.update(_extremes(series, range(start, min(start + size, count - 1))))
+    order = sorted(kept)
+    xs = series.x or range(1, count + 1)
+    return replace(
+        series,
+        x=[xs[i] for i in order],
+        y=[series.y[i] for i in order],
+        low=[series.low[i] for i in order] if series.low else (),
+        high=[series.high[i] for i in order] if series.high else (),
+    )
+
+
+def _extremes(series: Series, bucket: range) -> set[int]:
+    numbers = {i: value for i in bucket if (value := series.y[i]) is not None and math.isfinite(value)}
+    gap = next((i for i in bucket if i not in numbers), None)
+    kept = {gap} if gap is not None else set()
+    return kept | ({min(numbers, key=numbers.__getitem__), max(numbers, key=numbers.__getitem__)} if numbers else set())
 
 
 @dataclass(frozen=True)
@@ -78,7 +109,15 @@ class Details:
     is_open: bool = False
 
 
-Block = str | Tiles | Chart | Matrix | Table | Code | Gallery | Details
+@dataclass(frozen=True)
+class Slider:
+    """Frames of which one is visible, chosen with a slider. Without JavaScript all of them are. No charts inside."""
+
+    label: str
+    frames: Sequence[tuple[str, Sequence[Block]]]  # a title, and what is below it
+
+
+Block = str | Tiles | Chart | Matrix | Table | Code | Gallery | Details | Slider
 
 
 @dataclass(frozen=True)
@@ -217,7 +256,21 @@ def _block(block: Block, specs: list[dict[str, Any]]) -> str:
             state = " open" if block.is_open else ""
             inner = _blocks(block.blocks, specs)
             return f'<details class="fold"{state}><summary>{_prose(block.summary)}</summary>\n{inner}</details>'
+        case Slider():
+            return _slider(block, specs)
     raise TypeError(f"a page cannot show a {type(block).__name__}")
+
+
+def _slider(slider: Slider, specs: list[dict[str, Any]]) -> str:
+    last = len(slider.frames) - 1
+    frames = "\n".join(
+        f'<div class="frame"><h3>{escape(title)}</h3>\n{_blocks(blocks, specs)}</div>'
+        for title, blocks in slider.frames
+    )
+    return (
+        f'<div class="slider"><label hidden>{escape(slider.label)} '
+        f'<input type="range" min="0" max="{last}" value="{last}" step="1"></label>\n{frames}</div>'
+    )
 
 
 def _prose(text: str) -> str:

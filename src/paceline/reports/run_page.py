@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.reports import run_charts
+from paceline.reports import run_files
 from paceline.reports.charts import Table
 from paceline.reports.page import Block, Code, Details, Gallery, Picture, Section, Tile, Tiles, Tone, write_page
-from paceline.reports.run_files import Row, RunFiles, read_run, show_value
-from paceline.reports.run_limits import limit_blocks, limit_tile
+from paceline.reports.run_files import Row, RunFiles, limit_blocks, limit_tile, read_run, show_value
 from paceline.runs.folder import RunFolder
 from paceline.settings.tasks import METRICS, MINIMISED, MULTI_LABEL, REGRESSION, SINGLE_LABEL
 
@@ -44,8 +43,8 @@ def write_run_page(path: Path, state: str = "") -> Path:
     run = read_run(path, state)
     sections = [
         Section("Key figures", _key_figures(run), "key-figures"),
-        Section("Training", run_charts.epoch_charts(run) + run_charts.step_charts(run)),
-        Section("Speed and memory", [*run_charts.speed_charts(run), *limit_blocks(run), *_ranks(run)], "speed"),
+        Section("Training", run_files.epoch_charts(run) + run_files.step_charts(run)),
+        Section("Speed and memory", [*run_files.speed_charts(run), *limit_blocks(run), *_ranks(run)], "speed"),
         Section("Answers", _answers(run)),
         Section("Failures", _failures(run)),
         Section("Settings", _settings(run)),
@@ -122,7 +121,7 @@ def _key_figures(run: RunFiles) -> list[Block]:
         _tile(_accuracy_name(run), results.get("test_accuracy"), "{:.2%}", _loss_note(results.get("test_loss"))),
         *(_tile(f"test {name}", results.get("test_metrics", {}).get(name), "{:.4g}") for name in run.shown_metrics),
         _best_tile(run),
-        _tile("images/s", results.get("samples_per_second"), "{:,.0f}", "with validation and saving"),
+        _tile("images/s", results.get("samples_per_second"), "{:,.0f}", _speed_note(results)),
         limit_tile(run),
         _tile("training time", _duration(results.get("training_seconds")), "{}", _steps_note(run)),
         _tile("ranks", results.get("world_size"), "{}", _ranks_note(results)),
@@ -184,6 +183,10 @@ def _steps_note(run: RunFiles) -> str:
     return f"{_count(steps, 'step')}, {_count(epochs, 'epoch')}" if steps and epochs else ""
 
 
+def _speed_note(results: Row) -> str:
+    return str(results.get("speed_note") or "with validation and saving")
+
+
 def _ranks_note(results: Row) -> str:
     about = results.get("distributed_training", {})
     return ", ".join(
@@ -218,8 +221,8 @@ def _cell(value: Any) -> str | float | int | None:
 
 
 def _answers(run: RunFiles) -> list[Block]:
-    blocks: list[Block] = [*_metrics_table(run), *run_charts.class_charts(run), *_class_table(run)]
-    found = run_charts.mistakes(run)
+    blocks: list[Block] = [*_metrics_table(run), *run_files.class_charts(run), *_class_table(run)]
+    found = run_files.mistakes(run)
     if found:
         rows: list[list[str | float | int | None]] = [
             [true, taken, count, f"{share:.1%}"] for true, taken, count, share in found

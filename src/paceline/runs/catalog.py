@@ -15,10 +15,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from paceline.errors import printable_line
-from paceline.runs.file_shapes import ENVIRONMENT, JOB_IDS, JOB_RECORD, MIRROR, ROW, STATUS
-from paceline.runs.folder import MIRROR_NOTE
-from paceline.runs.json_files import fit, read_bounded, read_object
+from paceline.errors import UserError, printable_line
+from paceline.runs.folder import MIRROR_NOTE, RUNS, RunFolder, require_run_folder
+from paceline.runs.json_files import (
+    ENVIRONMENT,
+    JOB_IDS,
+    JOB_RECORD,
+    MIRROR,
+    ROW,
+    STATUS,
+    fit,
+    read_bounded,
+    read_object,
+)
 from paceline.runs.machine import read_text
 from paceline.runs.notes import NOTES, Notes, read_notes
 from paceline.runs.owner import LOCK, OWNER_FILE, Owner, parse_owner
@@ -44,6 +53,7 @@ _SILENT_S = 1800.0  # limit without an update, for an owner that cannot be check
 _STAMP = re.compile(r"(-rehearsal)?-\d{8}-\d{6}(-\d+)?$")
 _TAIL_BYTES = 1 << 16
 _RESTARTED = '"done": "started again'
+_MOST_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,8 @@ class RunEntry:
     last_step: int | None
     best_accuracy: float | None  # of validation
     test_accuracy: float | None
+    test_metric: str  # of a multi-label run or a regression that has finished
+    test_value: float | None
     images_per_s: float | None
     eta_s: float | None
     restarts: int
@@ -144,6 +156,8 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
         last_step=_whole(status.get("last_step")),
         best_accuracy=epochs.best_accuracy,
         test_accuracy=_number(status.get("test_accuracy")),
+        test_metric=printable_line(status.get("test_metric", "")),
+        test_value=_number(status.get("test_value")),
         images_per_s=epochs.images_per_s,
         eta_s=_number(status.get("eta_s")),
         restarts=restarts,
@@ -308,3 +322,43 @@ def _time_of_folder(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+# Find a run by path, name, beginning of a name, or job.
+
+
+def find_run(name: str) -> RunFolder:
+    """A path, the name of a folder in runs/ or the beginning of only one, or the job it was submitted as."""
+    path = locate_run(name)
+    if not (path / JOB).is_file() and not (path / "status.json").is_file():
+        require_run_folder(path)
+    return RunFolder(path)
+
+
+def locate_run(name: str) -> Path:
+    """Like `find_run`, but returns a path that may not be a run. An existing folder is returned unchanged."""
+    path = next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
+    # Try job ids first: a job's number may also be the beginning of several run names.
+    return path or find_by_job(RUNS, name) or _by_beginning(name) or Path(name)
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
+
+
+def _by_beginning(name: str) -> Path | None:
+    if not name or "/" in name or not RUNS.is_dir():
+        return None
+    found = sorted(path for path in RUNS.iterdir() if path.name.startswith(name) and path.is_dir())
+    if len(found) > 1:
+        names = [path.name for path in found]
+        raise UserError(
+            f"{len(names)} runs begin with {name!r}",
+            where=str(RUNS),
+            got=", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else ""),
+            hint=f"{max(found, key=_changed_at).name} is the newest; or more of the name, or a path",
+        )
+    return found[0] if found else None

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UserError
-from paceline.runs.file_shapes import RESULTS
 from paceline.runs.folder import RunFolder, require_run_folder
-from paceline.runs.json_files import read_object
-from paceline.settings.fields import flatten
+from paceline.runs.json_files import RESULTS, read_object
 from paceline.settings.load import load_config
+from paceline.settings.schema import flatten
 
 Row = dict[str, Any]
 # Settings that do not change what a run computes.
 _SILENT = ("output_dir", "resume", "load_policy", "track", "metric_lines", "async_save", "profile")
-_EPOCH_METRICS = ("loss", "accuracy")  # the others are times and sizes
+# Of an epoch's row: what is no metric. Rows of training also have times and sizes.
+_NOT_METRICS = ("kind", "step", "epoch", "phase", "time", "throughput", "ranks", "seconds", "memory_peak_mb")
 SHORT_HASH = 12  # characters of a hash that are shown
 HASHES = ("weights_sha256", "optimizer_sha256")
 
@@ -131,8 +131,8 @@ def _epoch_metrics(rows: list[Row]) -> dict[str, float]:
         f"epoch {row['epoch']} {row['phase']} {name} (step {row['step']})": row[name]
         for row in rows
         if row["kind"] == "epoch"
-        for name in _EPOCH_METRICS
-        if name in row
+        for name in row
+        if name not in _NOT_METRICS
     }
 
 

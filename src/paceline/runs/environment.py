@@ -19,7 +19,7 @@ def describe_environment() -> dict[str, Any]:
     return {
         "paceline": paceline.__version__,
         "python": platform.python_version(),
-        "packages": _versions(),
+        "packages": versions_of_packages(),
         "platform": platform.platform(),
         "command": [printable_line(word) for word in sys.argv],
         "folder": printable_line(str(Path.cwd())),
@@ -27,7 +27,7 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions_of_packages() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:
         try:

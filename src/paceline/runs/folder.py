@@ -1,7 +1,7 @@
 """The run folder: plain files with one owner, readable by any tool.
 
     config.yaml  environment.json  status.json  run.lock  metrics.jsonl  metrics.csv  results.json
-    report.html  examples.json  data.json
+    report.html  examples.json  data.json  steps.f64  checkpoints.jsonl  receipt.json
     tensorboard/  profile/  logs/rank-*.log  checkpoints/{step-*,latest,best}  mirror.json (a run in an object store)
     after a failure: failure.json  failures.jsonl  stacks/rank-*.txt  bad-batches/  faults.jsonl
 
@@ -28,8 +28,7 @@ from typing import Any
 from paceline.errors import CheckpointError, OwnerLost, UserError
 from paceline.runs import lock
 from paceline.runs.drafts import draft_of, remove_drafts, write_draft
-from paceline.runs.file_shapes import ENVIRONMENT, STATUS
-from paceline.runs.json_files import read_object
+from paceline.runs.json_files import ENVIRONMENT, STATUS, read_object
 from paceline.runs.linked_checkpoints import claim_linked_checkpoints, refuse_checkpoints_of_another_run
 from paceline.runs.machine import THIS_MACHINE, Machine
 from paceline.runs.members import Member
@@ -47,6 +46,7 @@ _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _STACKS = re.compile(r"attempt-[0-9]+-rank-[0-9]+\.txt")
 _WRITTEN_FILES = (  # a run replaces these
     *("data.json", "results.json", "environment.json", "report.html", "examples.json", "metrics.csv", "status.json"),
+    *("checkpoints.jsonl", "receipt.json", "steps.f64"),
     *("failure.json", "failures.jsonl", "faults.jsonl", "requeues.jsonl"),
 )
 _REPLACED_IN_FOLDERS = {  # files that a run replaces or removes, by folder
@@ -152,7 +152,10 @@ class RunFolder:
         self.lock = path / LOCK
         self.metrics_jsonl = path / "metrics.jsonl"
         self.metrics_csv = path / "metrics.csv"
+        self.steps = path / "steps.f64"
         self.results = path / "results.json"
+        self.ledger = path / "checkpoints.jsonl"
+        self.receipt = path / "receipt.json"
         self.examples = path / "examples.json"
         self.report = path / "report.html"
         self.tensorboard = path / "tensorboard"
@@ -163,6 +166,8 @@ class RunFolder:
         self.failure = path / "failure.json"
         self.failures = path / "failures.jsonl"
         self.faults = path / "faults.jsonl"
+        self.audits = path / "audit.jsonl"
+        self.exclude = path / "exclude.txt"
         self.requeues = path / "requeues.jsonl"
         self.bad_batches = path / "bad-batches"
         self._unwritable: set[str] = set()
@@ -265,7 +270,7 @@ class RunFolder:
     def read_status(self) -> dict[str, Any]:
         return read_object(self.status, STATUS)
 
-    def stays_over(self, before: dict[str, Any]) -> bool:
+    def keeps_final_status(self, before: dict[str, Any]) -> bool:
         """Whether the run had ended before this start and was not continued. Its status is then kept."""
         return before.get("status") in ("finished", "preempted", "stopped") and self.read_status() == before
 
@@ -278,7 +283,7 @@ class RunFolder:
 
     def _mirror_line(self) -> dict[str, Any]:
         """The mirror's progress. The process that mirrors writes it; it may be another process."""
-        from paceline.runs.mirror_note import read_own_note  # a circular import at module level
+        from paceline.runs.stores import read_own_note  # a circular import at module level
 
         note = read_own_note(self.path)
         return {"mirror": note.says} if note is not None and note.says else {}
@@ -308,7 +313,8 @@ class RunFolder:
     def _require_plain(self) -> None:
         """Files that a run changes in place must be regular files in its own folders, not links."""
         folders = (self.logs, self.stacks, self.profile, self.tensorboard, self.bad_batches, self.path / ".mirror")
-        in_place = (self.lock, self.path / OWNER_FILE, self.metrics_jsonl, self.failures, self.faults, self.requeues)
+        of_owner = (self.lock, self.path / OWNER_FILE)
+        in_place = (*of_owner, self.metrics_jsonl, self.steps, self.failures, self.faults, self.requeues)
         for path in folders:
             if path.is_symlink() or (path.exists() and not path.is_dir()):
                 raise not_plain(path)

@@ -18,18 +18,21 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 
 import paceline
-from paceline.settings.code import CodeReference
+from paceline.errors import UserError
 from paceline.settings.small_files import read_small
+from paceline.settings.syntax import CodeReference
 
 _LARGEST_FILE_BYTES = 10_000_000
+_GUARD = 'put what the file does below `if __name__ == "__main__":`, because Paceline imports it for its functions'
+_imported_now: list[str] = []  # names of modules, of all threads
 _kept: dict[Path, bytes] | None = None  # None: files are read again each time
 
 
@@ -296,3 +299,45 @@ def is_local(path: Path) -> bool:
     if {"site-packages", "dist-packages"} & set(resolved.parts):
         return False
     return not any(resolved.is_relative_to(root) for root in _installed_roots())
+
+
+@contextmanager
+def process_kept() -> Iterator[None]:
+    """Restore the working folder: relative paths of the run are read again later.
+
+    Restore standard output and error too if they can no longer be written to, such as None. A stream that the user's
+    code has put in their place stays.
+    """
+    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    with chdir("."):
+        try:
+            yield
+        finally:
+            for name, before in streams.items():
+                now = getattr(sys, name, None)
+                if not (callable(getattr(now, "write", None)) and callable(getattr(now, "flush", None))):
+                    setattr(sys, name, before)
+
+
+@contextmanager
+def importing(module_name: str) -> Iterator[None]:
+    """A module of the user is imported in this block. It may not ask for itself again: that would never end."""
+    refuse_while_importing("this file uses a run that needs the file itself", only=module_name)
+    _imported_now.append(module_name)
+    try:
+        yield
+    finally:
+        _imported_now.remove(module_name)
+
+
+def refuse_while_importing(what: str, *, only: str = "") -> None:
+    """UserError if a module of the user that is being imported has called this, also from a thread of its own.
+
+    The callers are compared by the names of their modules: a script that runs as `__main__` may be imported meanwhile.
+    """
+    names = {only} & {*_imported_now} if only else {*_imported_now}
+    frame: FrameType | None = sys._getframe() if names else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") in names:
+            raise UserError(what, where=f"{frame.f_code.co_filename}, line {frame.f_lineno}", hint=_GUARD)
+        frame = frame.f_back

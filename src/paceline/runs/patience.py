@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.errors import CheckpointError
-from paceline.settings.variables import STORAGE_PATIENCE, read_number
+from paceline.errors import CheckpointError, DataError, PacelineError
+from paceline.settings.values import STORAGE_PATIENCE, read_number
 
 _log = logging.getLogger("paceline")
 PATIENCE = STORAGE_PATIENCE
@@ -40,8 +40,22 @@ def patience_s() -> float:
     return read_number(PATIENCE, _PATIENCE_S)
 
 
-def read_patiently(what: str, path: Path, read: Callable[[], _T]) -> _T:
-    """Repeat a read until it works. Raises UnreadableNow after the time limit. A missing file is not retried."""
+def data_unreadable_now(place: Path | str, error: OSError) -> DataError:
+    return DataError(
+        "the data cannot be read now",
+        where=str(place),
+        got=error.strerror or str(error),
+        hint="start again when it can be read; the run continues where it stopped",
+    )
+
+
+def read_patiently(
+    what: str,
+    path: Path | str,
+    read: Callable[[], _T],
+    unreadable: Callable[[Path | str, OSError], PacelineError] = UnreadableNow,
+) -> _T:
+    """Repeat a read until it works. Raises `unreadable` after the time limit. A missing file is not retried."""
     limit_s = patience_s()
     deadline, pause_s, is_reported = time.monotonic() + limit_s, _FIRST_PAUSE_S, False
     while True:
@@ -50,7 +64,7 @@ def read_patiently(what: str, path: Path, read: Callable[[], _T]) -> _T:
         except (FileNotFoundError, NotADirectoryError):
             raise
         except (OSError, UnreadableNow) as error:
-            found = error if isinstance(error, UnreadableNow) else UnreadableNow(path, error)
+            found = error if isinstance(error, UnreadableNow) else unreadable(path, error)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise found from (error if isinstance(error, OSError) else error.__cause__)

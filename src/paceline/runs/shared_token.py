@@ -16,7 +16,7 @@ from paceline.errors import Cause, UserError
 from paceline.runs.drafts import draft_of
 
 NODE_LOCAL = "PACELINE_NODE_LOCAL_FOLDER"  # set if an uploader copies checkpoints to every node, as under Metaflow
-SIGHT_S = 5.0  # how long a network file system may take to show a new file
+VISIBLE_WITHIN_S = 5.0  # how long a network file system may take to show a new file
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MOST_NODES_NAMED = 8
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -48,9 +48,9 @@ def remove_token(folder: Path, name: str) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def find_token(folder: Path, name: str, sight_s: float = SIGHT_S) -> str:
+def find_token(folder: Path, name: str, visible_within_s: float = VISIBLE_WITHIN_S) -> str:
     """Empty if this node sees the file; otherwise the reason. Waits, because network file systems show files late."""
-    deadline_s, pause_s = time.monotonic() + sight_s, _FIRST_PAUSE_S
+    deadline_s, pause_s = time.monotonic() + visible_within_s, _FIRST_PAUSE_S
     while True:
         try:
             if (folder / name).read_text(encoding="utf-8") == name:

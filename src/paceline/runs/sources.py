@@ -26,11 +26,10 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from paceline.errors import UserError, text_of
+from paceline.errors import PacelineError, UserError, text_of
 from paceline.runs.json_files import Fields, ListOf, MapOf, fit
-from paceline.runs.local_code import module_name_of, modules_needed
-from paceline.runs.user_code import process_kept
-from paceline.settings.code import CodeReference
+from paceline.runs.local_code import importing, module_name_of, modules_needed, process_kept
+from paceline.settings.syntax import CodeReference
 
 LARGEST_SOURCES_BYTES = 2_000_000  # of all modules together; a part of every checkpoint
 _SHAPE = Fields(
@@ -90,8 +89,10 @@ class Sources:
             raise UserError("the source of this function is not stored with the run", where=where, got=name)
         module_name, function_name = self.functions[name]
         try:
-            with process_kept(), self.importable():
+            with importing(module_name), process_kept(), self.importable():
                 function = getattr(importlib.import_module(module_name), function_name)
+        except PacelineError:
+            raise
         except Exception as error:  # whatever the user's code raises
             got = f"{type(error).__name__}: {text_of(error)}"
             raise UserError(f"importing {name} failed", where=where, got=got, hint=_hint(error)) from error

@@ -10,12 +10,15 @@ import difflib
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import UserError
-from paceline.runs.folder import RUNS
+from paceline.runs.folder import MIRROR_NOTE, RUNS, write_json
+from paceline.runs.json_files import MIRROR, fit, read_bounded
+from paceline.settings.extras import how_to_install
+from paceline.settings.small_files import parse_json
 
 # A request that takes longer has failed, and is repeated later.
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 20
@@ -26,6 +29,7 @@ _S3 = ("s3", "s3a")
 _CREDENTIALS_HINT = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role of this machine"
 _CHECKPOINT_URL = re.compile(r"(?P<run>.+)/checkpoints(/(?P<name>step-[0-9]+|latest|best))?/*")
 _SHORTEST_PATH = {"memory": 1}  # elsewhere the first part is a bucket, and a run needs a path in it
+_LARGEST_NOTE_BYTES = 100_000
 
 
 def is_url(text: str) -> bool:
@@ -55,6 +59,7 @@ class Stored:
 
     size_bytes: int
     etag: str  # empty if the store has none
+    modified: str = ""  # the time of the last change, if the store has it
 
 
 class StoreError(OSError):
@@ -117,6 +122,14 @@ class Store:
             raise StoreError(f"{name} has {stored.size_bytes:,} bytes, more than such a file may have")
         return _request_or_none(lambda: bytes(self._filesystem.cat_file(self._path(name))))
 
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Some bytes of a file; fewer at its end."""
+        return _request(lambda: bytes(self._filesystem.cat_file(self._path(name), start=start, end=stop)))
+
+    def open(self, name: str) -> Any:
+        """A file object that can seek."""
+        return _request(lambda: self._filesystem.open(self._path(name), "rb"))
+
     def sum_up(self, name: str, add: Callable[[bytes, int], int]) -> int:
         """A checksum over all bytes of a file, read back from the store."""
 
@@ -170,7 +183,8 @@ def _is_final(error: Exception) -> bool:
 
 
 def _stored(about: dict[str, Any]) -> Stored:
-    return Stored(int(about.get("size") or 0), str(about.get("ETag") or "").strip('"'))
+    modified = next((about[name] for name in ("LastModified", "mtime", "updated", "created") if about.get(name)), "")
+    return Stored(int(about.get("size") or 0), str(about.get("ETag") or "").strip('"'), str(modified))
 
 
 def open_store(url: str, where: str) -> Store:
@@ -242,9 +256,54 @@ def _options(protocol: str, configured: dict[str, Any]) -> dict[str, Any]:
 
 
 def _missing_package(protocol: str, package: str, where: str) -> UserError:
-    hint = "pip install 'paceline[s3]'" if protocol in _S3 else f"pip install {package}"
+    hint = how_to_install("s3") if protocol in _S3 else f"pip install {package}"
     return UserError(f"{protocol}:// needs the package {package}", where=where, got="not installed", hint=hint)
 
 
 def _is_protocol(protocol: str) -> bool:
     return protocol.replace("+", "").replace("-", "").isalnum()
+
+
+# mirror.json of a run folder: the store that the run is mirrored to, the start that writes there, and its progress.
+
+
+@dataclass(frozen=True)
+class MirrorNote:
+    url: str
+    token: str = ""  # of the last start from this folder; the start whose token is in the store may write
+    keep_last: int = 1
+    keep_best: int = 1
+    says: str = ""  # for people: up to date, or behind
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / MIRROR_NOTE, asdict(self))
+
+
+def read_own_note(folder: Path) -> MirrorNote | None:
+    """The note of a working copy. None for a run without a store, and for any other folder with a note.
+
+    A copy of a working copy would overwrite the store of the original. A folder from elsewhere could name any store
+    that this user may write to. So the URL counts only if its working copy is this folder.
+    """
+    note = read_note(folder)
+    try:
+        is_own = note is not None and local_path(note.url).resolve() == folder.resolve()
+    except (UserError, OSError, ValueError):  # no URL of a run
+        return None
+    return note if is_own else None
+
+
+def read_note(folder: Path) -> MirrorNote | None:
+    """The content of the file. Only `read_own_note` may be trusted."""
+    try:
+        return parse_note(read_bounded(folder / MIRROR_NOTE, _LARGEST_NOTE_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+def parse_note(text: bytes | str) -> MirrorNote | None:
+    try:
+        values = fit(parse_json(text), MIRROR)
+    except ValueError:
+        return None
+    return MirrorNote(**{field.name: values[field.name] for field in fields(MirrorNote) if field.name in values})

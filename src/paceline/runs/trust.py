@@ -28,9 +28,9 @@ from paceline.errors import UserError
 from paceline.runs.folder import write_json
 from paceline.runs.json_files import Fields, ListOf, read_object
 from paceline.runs.local_code import UserModule, main_module, modules_needed
-from paceline.settings.code import CODE_FIELDS, CodeReference, code_references
 from paceline.settings.load import LoadedConfig, load_config
 from paceline.settings.schema import Config
+from paceline.settings.syntax import CODE_FIELDS, CodeReference, code_references
 
 RECORD = "code.json"
 TRUST_FLAG = "--trust-code"

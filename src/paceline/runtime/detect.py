@@ -10,20 +10,29 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import UserError
-from paceline.runtime.cores import usable_cores
-from paceline.runtime.gpus import count_gpus_without_torch
+from paceline.runs.machine import THIS_MACHINE, stat_fields
+from paceline.runtime.resources import count_gpus_without_torch, usable_cores
 from paceline.runtime.slurm import read_slurm_task
+from paceline.runtime.this_rank import OWN_LAUNCHER
 from paceline.settings.schema import ParallelConfig
-from paceline.settings.variables import read_whole
+from paceline.settings.values import read_whole
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-OWN_LAUNCHER = "PACELINE_LAUNCHER"  # set by our supervisor for the ranks it starts
 ATTEMPT = "PACELINE_ATTEMPT"  # also set by it: the number of this attempt, from 1
 STORE_FD = "PACELINE_STORE_FD"  # also set by it, for rank 0: the listening socket of the ranks' store
+MACHINE = "PACELINE_MACHINE"  # set in the pods of our Kubernetes jobs: the node they run on
 START = "PACELINE_START"  # "agent": this process starts the ranks of its node; each node has one agent
 AGENT = "PACELINE_AGENT"  # the agent's node, if srun does not set it: NODE/NODES@HOST:PORT
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_NO_RUN_ID = "none"  # torchrun's default, the same for every job
+
+
+def name_machine(environment: Mapping[str, str] = os.environ) -> str:
+    """The name of this machine that its scheduler knows. In a pod the host name is the pod's."""
+    return environment.get("SLURMD_NODENAME") or environment.get(MACHINE) or socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -264,3 +273,42 @@ def build_world(config: ParallelConfig, environment: RankEnvironment) -> World:
         backend="nccl" if gpus else "gloo",
         threads=threads_per_rank(config, 1 if environment.launcher == "srun" else environment.local_world_size),
     )
+
+
+def identify_job(environment: Mapping[str, str] = os.environ) -> str:
+    """Empty if the launcher gives no identity.
+
+    On one node, torchrun is identified by its agent process. On several nodes rank 0 may move to another agent, so the
+    run id is used, which all agents share.
+    """
+    slurm_job = "-".join(environment.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID")).strip("-")
+    run_id = environment.get(_RUN_ID, "")
+    if run_id:
+        has_other_nodes = environment.get("GROUP_WORLD_SIZE", "1") != "1"
+        if has_other_nodes and run_id != _NO_RUN_ID:
+            return f"torchrun {run_id} {slurm_job}".strip()
+        pid = find_torchrun_agent()
+        return f"torchrun {THIS_MACHINE.host} {THIS_MACHINE.boot_id} {pid} {THIS_MACHINE.process_start(pid)}"
+    if slurm_job and "SLURM_PROCID" in environment:
+        return f"srun {slurm_job}.{environment.get('SLURM_STEP_ID', '')}"
+    return ""
+
+
+def find_torchrun_agent() -> int:
+    """The first ancestor process that torchrun did not start. A script may be between the rank and the agent."""
+    pid = os.getppid()
+    while _is_started_by_torchrun(pid):
+        fields = stat_fields(pid)
+        parent = int(fields[1]) if len(fields) > 1 else 0
+        if parent <= 1:
+            break
+        pid = parent
+    return pid
+
+
+def _is_started_by_torchrun(pid: int) -> bool:
+    try:
+        names = [entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    except OSError:
+        return False
+    return _RUN_ID.encode() in names

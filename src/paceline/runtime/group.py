@@ -26,16 +26,15 @@ from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 from paceline.errors import Cause, PacelineError, UserError
 from paceline.runtime.detect import RankEnvironment, World
 from paceline.runtime.peers import loopback_interface
-from paceline.runtime.pulse import ATTEMPT_DIR, PEERS_FAILED
-from paceline.runtime.running_clock import RunningClock
-from paceline.settings.variables import START_TIMEOUT, read_number
+from paceline.runtime.pulse import ATTEMPT_DIR, PEERS_FAILED, RunningClock
+from paceline.settings.values import START_TIMEOUT, read_number
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # until the watchdog runs, which has shorter deadlines
 _SUSPENDED_TIMEOUT = timedelta(days=365)
 _START_TIMEOUT_S = 300.0
 _NAME_TIMEOUT_S = 60.0  # a host name that cannot be resolved for this long is wrong
 ANSWER_TIMEOUT_S = 8.0
-_FAREWELL_TIMEOUT_S = 60.0
+_EXIT_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
 
@@ -54,7 +53,7 @@ def process_group(world: World, environment: RankEnvironment, *, needed: bool) -
     if world.world_size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]  # in memory: no port is opened for a group of one
     else:
-        store = _meet(world, environment)
+        store = _rendezvous(world, environment)
     dist.init_process_group(
         backend,
         store=store,
@@ -65,7 +64,7 @@ def process_group(world: World, environment: RankEnvironment, *, needed: bool) -
     )
     yield
     # Only after success: closing waits for all ranks. A rank that failed exits without closing.
-    _part(store, world)
+    _wait_for_exit(store, world)
     dist.destroy_process_group()
 
 
@@ -83,13 +82,13 @@ def allow_suspension() -> None:
         _set_pg_timeout(_SUSPENDED_TIMEOUT)
 
 
-def _meet(world: World, environment: RankEnvironment) -> Store:
+def _rendezvous(world: World, environment: RankEnvironment) -> Store:
     """The store of this attempt, with every rank present."""
     timeout_s = read_number(START_TIMEOUT, _START_TIMEOUT_S)
     server = connect_store(environment, timeout_s)
     # A prefix per attempt: keys of an earlier attempt in the launcher's store must not be read.
     store = PrefixStore(_prefix(environment.attempt), server)
-    _call_the_roll(store, world, f"{environment.store_host}:{environment.store_port}", timeout_s)
+    _require_all_ranks(store, world, f"{environment.store_host}:{environment.store_port}", timeout_s)
     return store
 
 
@@ -209,7 +208,7 @@ def _prefix(attempt: int) -> str:
     return f"paceline/attempt-{attempt}"
 
 
-def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -> None:
+def _require_all_ranks(store: Store, world: World, address: str, timeout_s: float) -> None:
     names = [f"here/{rank}" for rank in range(world.world_size)]
     store.set(names[world.rank], _identity(world))
     clock = RunningClock(2 * ANSWER_TIMEOUT_S)
@@ -234,14 +233,14 @@ def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -
             ) from error
 
 
-def _part(store: Store, world: World) -> None:
+def _wait_for_exit(store: Store, world: World) -> None:
     """Wait until no rank uses the connections. Rank 0 leaves last, because it may hold the store."""
     if world.world_size == 1:
         return
-    names = [f"bye/{rank}" for rank in range(world.world_size)]
+    names = [f"done/{rank}" for rank in range(world.world_size)]
     with suppress(dist.DistError):  # a rank that dies after its work is done does not matter
         store.set(names[world.rank], "")
-        store.wait(names, timedelta(seconds=_FAREWELL_TIMEOUT_S))
-        store.set(f"gone/{world.rank}", "")
+        store.wait(names, timedelta(seconds=_EXIT_TIMEOUT_S))
+        store.set(f"left/{world.rank}", "")
         if world.is_primary:
-            store.wait([f"gone/{rank}" for rank in range(world.world_size)], timedelta(seconds=_FAREWELL_TIMEOUT_S))
+            store.wait([f"left/{rank}" for rank in range(world.world_size)], timedelta(seconds=_EXIT_TIMEOUT_S))

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 
 from paceline.errors import EXIT_PREEMPTED
-from paceline.runs.process_handle import find_process
-from paceline.runtime.running_clock import RunningClock
+from paceline.runs.machine import find_process
+from paceline.runtime.pulse import RunningClock
 
 SUPERVISOR_PID = "PACELINE_SUPERVISOR_PID"  # the identity of the supervisor, for the ranks it starts
 # The longest single wait of the main thread. After a suspension, the kernel may deliver a signal to another thread.
 # The main thread's wait is then not interrupted, and the handler, which Python runs only there, would not run.
-HEAR_SIGNALS_S = 0.25
+SIGNAL_WAIT_S = 0.25
 _ORPHAN_GRACE_S = 25.0
-_LOOK_S = 0.25
+_POLL_S = 0.25
 
 
 class StopRequest:
@@ -58,7 +58,7 @@ class StopRequest:
         def save_and_exit() -> None:
             self.ask(f"{name} died")
             clock = RunningClock()
-            while clock.seconds < _ORPHAN_GRACE_S and not after_that.wait(_LOOK_S):
+            while clock.seconds < _ORPHAN_GRACE_S and not after_that.wait(_POLL_S):
                 pass  # short waits: a suspended rank gets the rest of its time when it continues
             os._exit(EXIT_PREEMPTED)
 

@@ -1,4 +1,4 @@
-"""Reads Slurm's environment of a task. Imports no torch.
+"""A task of Slurm: reads its environment, and requeues the job before its time limit. Imports no torch.
 
 `srun` gives every task its number, its node and the list of nodes. The rendezvous needs nothing else. The port is
 derived from the job id, so two jobs on one node do not collide, and from the restart count, so a requeued job does not
@@ -7,14 +7,27 @@ connect to processes of its earlier start.
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import UserError
+from paceline.runs.json_files import COUNT, Fields, read_objects
+from paceline.settings.small_files import write_plain
+from paceline.settings.values import MAX_REQUEUES, read_whole
 
 _FIRST_PORT, _PORTS = 20_000, 20_000
 _LARGEST_STEP = 4_000_000_000  # larger ids are Slurm's own steps, for example the batch script
+_MAX_REQUEUES = 3
+_WARNINGS = ("SIGUSR1", "SIGUSR2")  # sent by `sbatch --signal`; Slurm itself requeues a preempted job
+_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
@@ -105,3 +118,55 @@ def expand_counts(text: str) -> list[int]:
             raise ValueError(f"not a list of tasks per node: {text!r}")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
+
+
+def job_to_requeue(signal_name: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The job id for `scontrol requeue`. None outside of Slurm, on later nodes, and for other signals."""
+    if signal_name not in _WARNINGS or "SLURM_JOB_ID" not in environment:
+        return None
+    if environment.get("SLURM_NODEID", "0") != "0":
+        return None
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
+
+
+def returns_without_progress(path: Path, step: int) -> int:
+    """How often in a row the job was requeued without a step after this one."""
+    count = 0
+    for row in reversed(read_objects(path, Fields(required={"step": COUNT}))):
+        if row["step"] < step:
+            break
+        count += 1
+    return count
+
+
+def requeue_job(signal_name: str, path: Path, step: int) -> None:
+    """Requeue after the warning before the time limit. `path` is the run's list of requeues, `step` the saved step.
+
+    After a few requeues in a row without progress the job is not requeued again. Otherwise it would repeat for ever.
+    """
+    job = job_to_requeue(signal_name)
+    if job is None or shutil.which("scontrol") is None:
+        return
+    most = read_whole(MAX_REQUEUES, _MAX_REQUEUES)
+    count = returns_without_progress(path, step)
+    if count >= most:
+        _print_message(f"Slurm job {job} is not requeued: it was requeued {count} times without a step of progress")
+        return
+    line = json.dumps({"job": job, "step": step, "time": time.time()}) + "\n"
+    write_plain(path, line.encode(), appends=True)
+    try:
+        answer = subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        _print_message(f"warning: scontrol requeue {job} did not answer within {_TIMEOUT_S} s")
+        return
+    if answer.returncode == 0:
+        _print_message(f"Slurm job {job} is back in the queue")
+    else:
+        _print_message(f"warning: scontrol requeue {job} failed: {answer.stderr.strip()}")
+
+
+def _print_message(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

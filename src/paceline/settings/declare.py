@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 
 @dataclass(frozen=True)
@@ -237,3 +237,15 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and is_text:
                 texts[item.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
     return found
+
+
+Count = Annotated[int, Range(low=0)]
+Positive = Annotated[int, Range(low=1)]
+NonNegative = Annotated[float, Range(low=0.0)]
+Fraction = Annotated[float, Range(low=0.0, high=1.0, open_high=True)]
+Probability = Annotated[float, Range(low=0.0, high=1.0)]
+Share = Annotated[float, Range(low=0.0, high=1.0, open_low=True)]
+Factor = Annotated[float, Range(low=0.0, open_low=True)]
+# Of Beta(alpha, alpha). Further out, every weight is 0, 1 or 1/2.
+Alpha = Annotated[float, Range(low=0.001, high=100.0, or_zero=True)]
+Seconds = Annotated[float, Range(low=0.0, high=1e9)]

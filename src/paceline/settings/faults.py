@@ -13,7 +13,8 @@ from paceline.errors import UserError
 from paceline.settings.small_files import parse_json, read_small
 
 _LARGEST_LEDGER_BYTES = 20_000_000
-PHASES = ("start", "data", "forward", "backward", "reduce", "update", "save", "evaluate")
+PHASES = ("start", "data", "forward", "backward", "reduce", "update", "save", "evaluate", "finish")
+FLIP = "flip"
 # What each fault does, and its settings besides rank, step, phase and times.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kill": ("SIGKILL of the rank", ()),
@@ -28,10 +29,12 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "inf-gradient": ("an infinite gradient with a finite loss", ()),
     "spike": ("a finite loss a thousand times too large", ()),
     "stop": ("a stop signal to the rank", ()),
+    FLIP: ("one bit of a gradient is flipped; with steps= also in audits", ("steps", "bit", "tensor")),
     "full-disk": ("the next save finds no space", ()),
     "slow-disk": ("the next save takes this long", ("seconds",)),
     "corrupt-latest": ("one bit of the newest checkpoint is flipped", ()),
 }
+_HIGHEST_BIT = 31  # of a float32; 31 is the sign
 _COMMON = ("rank", "step", "phase", "times")
 EVERY_RANK = -1
 
@@ -46,6 +49,7 @@ class Fault:
     rank: int = 0
     phase: str = ""
     times: int = 1
+    tensor: str = ""  # name of a parameter; empty: the first one
     values: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -92,7 +96,7 @@ def _parse_fault(number: int, text: str, where: str) -> Fault:
                 got=text,
                 allowed=", ".join(f"{word}=" for word in known),
             )
-        values[name] = value if name == "phase" else _number(name, value, where, text)
+        values[name] = value if name in ("phase", "tensor") else _number(name, value, where, text)
     if "step" not in values:
         raise UserError(f"the fault {kind} needs a step", where=where, got=text, hint=f"{kind} rank=0 step=10")
     if values.get("phase", "data") not in PHASES:
@@ -104,6 +108,7 @@ def _parse_fault(number: int, text: str, where: str) -> Fault:
         rank=int(values.pop("rank", 0)),
         phase=values.pop("phase", ""),
         times=int(values.pop("times", 1)),
+        tensor=values.pop("tensor", ""),
         values=values,
     )
 
@@ -115,7 +120,8 @@ def _number(name: str, value: str, where: str, text: str) -> float:
         number = float(value)
     except ValueError:
         number = -1.0
-    if number < 0 or (name in _COMMON and number != int(number)):
-        allowed = "0 or more; rank=* for every rank"
+    is_whole = name in (*_COMMON, "bit", "steps")
+    if number < 0 or (is_whole and number != int(number)) or (name == "bit" and number > _HIGHEST_BIT):
+        allowed = f"0 to {_HIGHEST_BIT}" if name == "bit" else "0 or more; rank=* for every rank"
         raise UserError(f"{name} of a fault is not a number", where=where, got=text, allowed=allowed)
     return number

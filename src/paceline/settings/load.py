@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.settings.command_line import parse_arguments
-from paceline.settings.fields import field_table, flatten
 from paceline.settings.recipe_file import RESOLVED, default_line, find_recipe, read_recipe, setting_line
-from paceline.settings.schema import Config
+from paceline.settings.samples import read_excluded, read_relabelled
+from paceline.settings.schema import Config, field_table, flatten
 from paceline.settings.text import check_text
 from paceline.settings.values import RENAMED, Setting, as_typed, build, check_texts, latest
 
@@ -59,7 +59,13 @@ def parse_flags(flags: Sequence[str | Setting]) -> list[Setting]:
 
 
 def _resolve(path: Path, settings: list[Setting]) -> LoadedConfig:
-    return LoadedConfig(_recipe_name(path), path, build(Config, settings), latest(settings))
+    loaded = LoadedConfig(_recipe_name(path), path, build(Config, settings), latest(settings))
+    data = loaded.config.data
+    if not (data.exclude or data.relabel):
+        return loaded
+    exclude = read_excluded(data.exclude, loaded.where("exclude"))
+    relabel = read_relabelled(data.relabel, loaded.where("relabel"))
+    return replace(loaded, config=replace(loaded.config, data=replace(data, exclude=exclude, relabel=relabel)))
 
 
 def _recipe_name(path: Path) -> str:

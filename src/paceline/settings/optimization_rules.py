@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.errors import UserError
 from paceline.settings.load import LoadedConfig
+from paceline.settings.schema import SHARDED
 
 _FALLING = ("linear", "cosine", "onecycle", "steps")  # schedules whose end min_lr can be
 
@@ -20,9 +21,9 @@ def _check_muon(loaded: LoadedConfig) -> None:
     config = loaded.config
     if config.optim.optimizer != "muon":
         return
-    if config.parallel.strategy == "fsdp":
+    if config.parallel.strategy in SHARDED:
         raise UserError(
-            "muon needs whole weights, but fsdp shards them",
+            f"muon needs whole weights, but {config.parallel.strategy} shards them",
             where=loaded.where("optimizer"),
             hint="--strategy ddp, or --optimizer adamw",
         )

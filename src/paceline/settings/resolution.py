@@ -66,6 +66,14 @@ def check_resolution(loaded: LoadedConfig) -> None:
                 allowed=" or ".join(RESIZED),
                 hint="--augment resized-crop",
             )
+    if data.crop_from == "picture" and data.augment != "resized-crop":
+        raise UserError(
+            "crop_from picture needs random resized crops",
+            where=loaded.where("crop_from"),
+            got=f"augment {data.augment}",
+            allowed="resized-crop",
+            hint="--augment resized-crop, or --crop-from square",
+        )
     unused = [f"{start}:{side}" for start, side in schedule if start >= epochs]
     if unused:
         raise UserError(

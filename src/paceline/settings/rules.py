@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 
 from paceline.errors import UserError
+from paceline.settings.audit import check_audit
 from paceline.settings.faults import parse_faults
+from paceline.settings.keep_rules import check_kept
 from paceline.settings.load import LoadedConfig
 from paceline.settings.optimization_rules import check_optimization
-from paceline.settings.processes import ProcessRange, parse_processes
 from paceline.settings.resolution import check_resolution
-from paceline.settings.schema import Config
+from paceline.settings.schema import SHARDED, Config
+from paceline.settings.syntax import ProcessRange, parse_processes
 from paceline.settings.tasks import check_task
 
 
@@ -27,7 +29,26 @@ def check_config(loaded: LoadedConfig) -> None:
     check_resolution(loaded)
     _check_repeats(loaded)
     _check_folds(loaded)
+    check_kept(loaded)
+    _check_samples(loaded)
     parse_faults(loaded.config.guard.inject, loaded.where("inject"))
+    check_audit(loaded)
+
+
+def _check_samples(loaded: LoadedConfig) -> None:
+    """The order of other samplings depends on the labels, weights or losses of all samples."""
+    data = loaded.config.data
+    for name, value in (("exclude", data.exclude), ("relabel", data.relabel)):
+        if value and (data.sampling != "uniform" or data.keep_share < 1):
+            raise UserError(
+                f"{name} needs uniform sampling",
+                where=loaded.where(name),
+                got=f"sampling {data.sampling}, keep_share {data.keep_share:g}",
+                hint="--sampling uniform --keep-share 1",
+            )
+    if data.relabel and data.task != "single-label":
+        what = "only samples of one class each can get another label"
+        raise UserError(what, where=loaded.where("relabel"), got=f"task {data.task}")
 
 
 def _check_strategy(loaded: LoadedConfig) -> None:
@@ -58,7 +79,7 @@ def _check_choices_of_strategy(loaded: LoadedConfig) -> None:
         ("bucket_cap_mb", parallel.bucket_cap_mb > 0, "--bucket-cap-mb", "ddp"),
     )
     for name, is_given, flag, needed in choices:
-        if is_given and not (is_ddp if needed == "ddp" else parallel.strategy == needed):
+        if is_given and not (is_ddp if needed == "ddp" else parallel.strategy in SHARDED):
             exact = " with --exact, which has its own exchange" if parallel.exact and needed == "ddp" else ""
             raise UserError(
                 f"{name} needs strategy {needed}",
@@ -76,11 +97,18 @@ def _check_processes(loaded: LoadedConfig, processes: ProcessRange) -> None:
 
 def _check_exact(loaded: LoadedConfig) -> None:
     parallel = loaded.config.parallel
-    if parallel.strategy == "fsdp" or parallel.sync_bn:
+    if parallel.exchange_dtype != "auto":
+        raise UserError(
+            "exact sums float32 gradients in one fixed tree",
+            where=f"{loaded.where('exact')} and {loaded.where('exchange_dtype')}",
+            got=f"exchange_dtype {parallel.exchange_dtype}",
+            hint="leave --exact or --exchange-dtype out",
+        )
+    if parallel.strategy in SHARDED or parallel.sync_bn:
         raise UserError(
             "exact needs whole models and separate lanes",
             where=loaded.where("exact"),
-            got="strategy fsdp" if parallel.strategy == "fsdp" else "sync_bn",
+            got=f"strategy {parallel.strategy}" if parallel.strategy in SHARDED else "sync_bn",
             hint="--strategy ddp without --sync-bn, or leave --exact out",
         )
     if parallel.lanes & (parallel.lanes - 1):
@@ -212,6 +240,13 @@ def check_world(loaded: LoadedConfig, world_size: int) -> None:
             hint=f"--global-batch-size {_either(nearest_multiples(batch, parts))}, or --processes {sizes}",
         )
     _check_mixing(loaded, world_size)
+    if config.parallel.exchange_dtype != "auto" and world_size == 1:
+        raise UserError(
+            "exchange_dtype has no effect: one rank exchanges no gradients",
+            where=loaded.where("exchange_dtype"),
+            got=f"{world_size} rank",
+            hint="--processes 2 or more, or leave --exchange-dtype out",
+        )
 
 
 def _check_mixing(loaded: LoadedConfig, world_size: int) -> None:

@@ -7,25 +7,41 @@ Imports no torch: `--help` must be fast.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from paceline.settings.declare import Arg, Range
-from paceline.settings.numbers import Alpha, Count, Fraction, NonNegative, Positive, Probability, Seconds
-from paceline.settings.objective_schema import ObjectiveConfig
-from paceline.settings.optimization import OptimConfig as OptimConfig
+from paceline.settings.declare import (
+    Alpha,
+    Arg,
+    Count,
+    FieldSpec,
+    NonNegative,
+    Positive,
+    Probability,
+    Range,
+    Seconds,
+    fields_of,
+)
+from paceline.settings.learning import ModelConfig as ModelConfig
+from paceline.settings.learning import ObjectiveConfig
+from paceline.settings.learning import OptimConfig as OptimConfig
+from paceline.settings.learning import TrainConfig as TrainConfig
+from paceline.settings.values import find_in
+
+SHARDED = ("fsdp", "hsdp")  # strategies under which a rank holds a part of each parameter
 
 
 @dataclass(frozen=True)
 class DataConfig:
     dataset: str = "shapes"
-    """shapes, synthetic, cifar10, fashion-mnist, folder (of pictures, or packed by paceline data pack), csv (paths and
-    labels in data-dir), arrays (that paceline.train wrote from Python), or FILE.py:FUNCTION."""
+    """shapes, synthetic, cifar10, cifar100, fashion-mnist, folder (of pictures, or packed by paceline data pack), csv
+    (paths and labels in data-dir), arrays (that paceline.train wrote from Python), or FILE.py:FUNCTION."""
 
     task: Literal["single-label", "multi-label", "regression"] = "single-label"
     """What is learned: one class per sample, any number of classes, or numbers."""
 
     data_dir: str = "data"
-    """The folder of the data sets, also for downloads."""
+    """The folder of the data sets, also for downloads. Of the data set folder: also an archive, or the URL of archives
+    in a store (s3://BUCKET/PATH)."""
 
     num_samples: Positive = 20_000
     """Training and validation samples to make (shapes, synthetic)."""
@@ -67,6 +83,10 @@ class DataConfig:
 
     crop_ratio: Annotated[float, Range(low=1.0, high=10.0)] = 4 / 3
     """The largest ratio of the sides of a resized-crop."""
+
+    crop_from: Literal["square", "picture"] = "square"
+    """What resized-crop takes its part from: the central square of a picture, or the whole picture (RandomResizedCrop).
+    picture needs encoded pictures (folder, archive, csv, packed as encoded), and decodes only what a crop needs."""
 
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """How resized-crop resizes, always with antialiasing."""
@@ -132,90 +152,51 @@ class DataConfig:
     """How often a sample is in a global batch, each time augmented differently (repeated augmentation). An epoch has as
     many steps as without, and takes 1/N of the samples."""
 
+    keep_share: Annotated[float, Range(low=0.0, high=1.0, open_low=True)] = 1.0
+    """Share of the training samples that an epoch takes: those with the highest loss under keep-by, and some others."""
+
+    keep_by: Annotated[str, Arg(completes="run")] = ""
+    """With keep-share: a run or checkpoint of a small model (a proxy) on the same data. It scores each training sample
+    once, by its loss without augmentation."""
+
+    keep_random: Probability = 0.25
+    """With keep-share: share of an epoch's samples that are others than the hardest. Epochs take these in turn, so that
+    every sample is trained on."""
+
+    keep_by_sha256: str = ""
+    """Hash of the proxy's weights. The run fills it in and refuses a proxy with another one."""
+
+    exclude: Annotated[str, Arg("SAMPLES", completes="file")] = ""
+    """Training samples to leave out: numbers such as 3,17,20-29, or a text file with them. Another sample takes the
+    place of each in the order, so all steps before its first one stay the same. For uniform sampling."""
+
+    relabel: Annotated[str, Arg("FILE", completes="file")] = ""
+    """Other labels for some training samples: a file with SAMPLE,LABEL lines, or 3=cat,17=dog. For uniform sampling
+    and the task single-label."""
+
     unreadable: Count = 0
     """How many pictures of a folder may be unreadable; each is replaced by a grey one and named in the log."""
+
+    decoder: Literal["pillow", "turbo"] = "pillow"
+    """What decodes JPEG pictures. turbo: libjpeg-turbo by simplejpeg, which is faster (pip install 'paceline[turbo]').
+    A run keeps its decoder: central squares differ."""
 
     num_workers: Annotated[int, Range(low=0, high=256), Arg(aliases=("workers",))] = 2
     """Threads per rank that read image files (data sets that fit in memory need none)."""
 
+    cache_dir: str = ""
+    """The folder of indexes of archives, and of copies of data files from stores and of parquet files. All ranks and
+    runs of a node can share it. Empty: the cache of Paceline (PACELINE_CACHE)."""
 
-@dataclass(frozen=True)
-class ModelConfig:
-    model_name: str = "cnn"
-    """mlp, cnn, sprint, sprint-wide, vgg11/16/19, resnet18/34/50, vit-ti16, vit-s16, vit-b16, timm:NAME,
-    torchvision:NAME, FILE.py:FUNCTION or package.module:FUNCTION."""
-
-    weights: str = "none"
-    """Initial weights: none, imagenet, timm:NAME or torchvision:NAME (of a model with the same parameters), or a
-    .safetensors/.pth file. A head for other classes is left out, and position embeddings are resized."""
-
-    hidden_size: Annotated[int, Range(low=1, high=2**16)] = 256
-    """Width of the mlp's hidden layers."""
-
-    dropout: Fraction = 0.0
-    """Dropout in the classifier of mlp, cnn and vgg, and in the blocks of vit."""
-
-    model_args: Annotated[tuple[str, ...], Arg(shown="KEY=VALUE", is_mapping=True)] = ()
-    """Arguments for the model: patch_size=8 drop_path=0.1. Numbers, true, false, none, and JSON lists are converted.
-    Separate several with spaces."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    epochs: Positive = 10
-    """Passes over the training set."""
-
-    max_steps: Count = 0
-    """Stop after this many steps of the run; 0 for no limit."""
-
-    global_batch_size: Positive = 256
-    """Samples per step over all ranks. It does not depend on the number of ranks."""
-
-    accumulate: Positive = 1
-    """Microbatches per rank and step. The global batch does not change."""
-
-    test_batch_size: Positive = 1024
-    """Samples per rank and forward pass in evaluation."""
-
-    test_views: Literal[1, 2, 6] = 1
-    """Views of an image whose predictions are averaged in evaluation. 2: also flipped. 6: both also shifted."""
-
-    loss: str = ""
-    """cross-entropy, bce, focal, mse, l1, huber, or FILE.py:FUNCTION of (logits, labels) that returns the mean loss or
-    one per sample. Empty: cross-entropy (multi-label: bce, regression: mse)."""
-
-    metrics: tuple[str, ...] = ()
-    """FILE.py:FUNCTION of (logits, labels) that returns a value per sample, averaged in each evaluation. Separate
-    several with spaces."""
-
-    stop_early: Count = 0
-    """Finish the run after this many epochs in a row without a better validation; 0: never."""
-
-    seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 42
-    """Seed of initial weights, sample order, augmentation and generated data."""
-
-    deterministic: bool = False
-    """Use only deterministic kernels (slower on GPUs)."""
-
-    amp: bool = True
-    """Mixed precision on GPUs."""
-
-    amp_dtype: Literal["auto", "bf16", "fp16"] = "auto"
-    """auto: bf16 if the GPU supports it, otherwise fp16; full precision on CPUs."""
-
-    compile: Literal["auto", "always", "never"] = "auto"
-    """torch.compile on GPUs. auto: if the run is long enough to gain from it. never: also do not record steps as CUDA
-    graphs."""
-
-    activation_checkpointing: bool = False
-    """Keep only the inputs of a model's blocks, and compute the rest again in the backward pass: less memory, longer
-    steps."""
+    cache_gb: Annotated[float, Range(low=0.0, high=1e6)] = 100.0
+    """Most gigabytes of these copies on each node."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    strategy: Annotated[Literal["auto", "single", "ddp", "fsdp"], Arg(aliases=("method",))] = "auto"
-    """auto: single on one process, ddp on more. fsdp shards weights, gradients and optimizer."""
+    strategy: Annotated[Literal["auto", "single", "ddp", "fsdp", "hsdp"], Arg(aliases=("method",))] = "auto"
+    """auto: single on one process, ddp on more. fsdp shards weights, gradients and optimizer over all ranks. hsdp
+    shards them over the ranks of a node, and every node has a copy."""
 
     processes: Annotated[str, Arg(aliases=("world-size",))] = "0"
     """Local processes to start; 0: one per GPU, or without GPUs one per core, at most 4. MIN:MAX lets a restart use
@@ -231,18 +212,22 @@ class ParallelConfig:
     """BatchNorm statistics over the whole global batch instead of each rank's part."""
 
     cpu_offload: bool = False
-    """Keep sharded weights and optimizer state in CPU memory (fsdp)."""
+    """Keep sharded weights and optimizer state in CPU memory (fsdp, hsdp)."""
 
     fsdp_wrap: Literal["blocks", "layers", "model"] = "blocks"
-    """The unit that is gathered at once (fsdp): a block, a single layer, or the whole model."""
+    """The unit that is gathered at once (fsdp, hsdp): a block, a single layer, or the whole model."""
 
     reshard_after_forward: bool = True
-    """Drop gathered weights after the forward pass and gather them again for the backward pass (fsdp). Without it
+    """Drop gathered weights after the forward pass and gather them again for the backward pass (fsdp, hsdp). Without it
     they stay: less communication, more memory."""
 
     bucket_cap_mb: Count = 0
     """MB of gradients that ddp sends at once; 0: torch's default of 25. With a size, ranks of one CPU node use ddp's
     buckets instead of shared memory."""
+
+    exchange_dtype: Literal["auto", "bf16"] = "auto"
+    """Type of the gradients that ranks send. auto: float32. bf16: half as many bytes, and sums of fewer digits. Ranks
+    of one CPU node then use ddp's buckets instead of shared memory."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU."""
@@ -340,6 +325,10 @@ class GuardConfig:
     """When a rank runs out of memory, halve the microbatch on all ranks (to the next equal part that is small enough).
     The global batch does not change."""
 
+    audit: Annotated[str, Arg("SHARE")] = ""
+    """Recompute gradients of each rank on another one in this share of the steps (1%), and compare bits. A rank that
+    computes wrong bits is named and left out. Needs exact. Empty: never."""
+
     inject: str = ""
     """Faults to inject: "kill rank=1 step=50; hang rank=0 step=80" (list in docs/reliability.md)."""
 
@@ -364,3 +353,18 @@ class Config:
     """Output, resume and logging."""
     guard: GuardConfig = field(default_factory=GuardConfig)
     """Failures and stops."""
+
+
+def field_table() -> dict[str, FieldSpec]:
+    """Every field by name, in the order of `--help`."""
+    return fields_of(Config)
+
+
+def find_field(key: str) -> FieldSpec | None:
+    """The field of this recipe key, flag (without dashes) or alias."""
+    return find_in(field_table(), key)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every value of a config by field name, in the order of `--help`."""
+    return {name: spec.value_in(config) for name, spec in field_table().items()}

@@ -152,6 +152,14 @@ def _check_teacher(loaded: LoadedConfig) -> None:
                     f"{name} needs a teacher", where=loaded.where(name), hint=f"--teacher RUN, or no --{flag}"
                 )
         return
+    is_soft = config.objective.distill == "soft" and config.data.task != REGRESSION
+    if loaded.origin("distill_temperature") == "flag" and not is_soft:
+        uses = "a regression" if config.data.task == REGRESSION else "hard distillation"
+        raise UserError(
+            f"distill_temperature has no effect: {uses} uses no probabilities of the teacher",
+            where=loaded.where("distill_temperature"),
+            hint="leave it out" + ("" if config.data.task == REGRESSION else ", or --distill soft"),
+        )
     if config.data.task != SINGLE_LABEL and config.objective.distill == "hard":
         raise UserError(
             "hard distillation learns the most likely class, and this task does not have one",

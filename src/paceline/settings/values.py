@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from paceline.errors import UserError, printable_line
-from paceline.settings.declare import FieldSpec, fields_of
+from paceline.settings.declare import FieldSpec, Range, fields_of
 from paceline.settings.text import check_text
 
 T = TypeVar("T")
@@ -60,11 +61,17 @@ _ELSEWHERE = {
     "teacher": ("distill_teacher", "teacher_model"),
     "seed": ("random_seed", "manual_seed"),
     "log_frequency": ("print_freq", "log_every", "log_interval", "logging_steps", "log_every_n_steps"),
-    "strategy": ("ddp", "fsdp", "distributed", "dist", "parallel"),
+    "strategy": ("ddp", "fsdp", "hsdp", "distributed", "dist", "parallel"),
     "train_split": ("val_split", "validation_split", "val_size"),
     "test_batch_size": ("eval_batch_size", "val_batch_size"),
 }
 _NAMES_ELSEWHERE = {other: name for name, others in _ELSEWHERE.items() for other in others}
+STORAGE_PATIENCE = "PACELINE_STORAGE_PATIENCE_S"
+STORE_TIMEOUT = "PACELINE_STORE_TIMEOUT_S"
+START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
+MAX_REQUEUES = "PACELINE_MAX_REQUEUES"
+_FROM_ZERO = Range(low=0)
+_WHOLE = Range(low=0, high=10**9)
 
 
 @dataclass(frozen=True)
@@ -234,3 +241,32 @@ def unknown_name(key: str, where: str, table: Mapping[str, FieldSpec], help_comm
     few = ", ".join(map(shown, table)) or "none"
     allowed = few if len(table) <= 12 and not meant else None
     return UserError(f"unknown {'flag' if is_flag else 'key'} {key!r}", where=where, allowed=allowed, hint=hint)
+
+
+def read_number(name: str, default: float, environment: Mapping[str, str] = os.environ) -> float:
+    """A finite number from 0. An empty variable counts as not set."""
+    return float(_read(name, float, _FROM_ZERO, default, environment))
+
+
+def read_whole(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Like `read_number`, for a whole number."""
+    return int(_read(name, int, _WHOLE, default, environment))
+
+
+def _read(name: str, kind: type, allowed: Range, default: float, environment: Mapping[str, str]) -> Any:
+    text = environment.get(name, "")
+    field = FieldSpec(name, name, object, "", kind, default, "", allowed)
+    return convert(Setting(field, (text,), "environment", f"environment variable {name}")) if text else default
+
+
+def check_numbers() -> None:
+    """Check all variables at the start of a run: some are used only at its end."""
+    for name in (STORAGE_PATIENCE, STORE_TIMEOUT, START_TIMEOUT):
+        read_number(name, 0.0)
+    read_whole(MAX_REQUEUES, 0)
+
+
+def cache_folder() -> Path:
+    """$PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
+    base = os.environ.get("PACELINE_CACHE")
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"

@@ -117,7 +117,7 @@ def _diagnose(session: TrainingSession, batch: Batch) -> dict[str, Any]:
     rows = torch.isfinite(batch.inputs.flatten(1)).all(1).cpu()
     if not bool(rows.all()):
         return {**finding, "first_bad": "the batch's inputs", "ids": batch.ids.cpu()[~rows].tolist()}
-    if session.components.model.strategy == "fsdp":
+    if session.components.model.is_sharded:
         return finding  # a sharded forward pass needs all ranks, and one may have ended
     model = session.components.model.module
     session.components.step.seed(session.state.step, session.world.rank)

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.models.layers import head_parameters
 from paceline.parallel.apply import ParallelModel
-from paceline.parallel.parts import is_sharded, local_part
+from paceline.parallel.parts import is_sharded, local_part, sum_over_shards
 from paceline.settings.schema import OptimConfig
 
 _SMALLEST_NORM = 1e-3  # of a unit: one that starts at zero must be able to grow
@@ -54,7 +53,7 @@ def clip_units(parameters: list[nn.Parameter], share: float) -> None:
         norms = torch.stack([torch.linalg.vector_norm(part) for part in (*weights, *gradients)])
         if is_sharded(vectors[0]):
             squares = norms.square()
-            dist.all_reduce(squares)
+            sum_over_shards(squares, vectors[0])
             norms = squares.sqrt()
         factors = _factors(norms[: len(vectors)], norms[len(vectors) :], share)
         torch._foreach_mul_(gradients, list(factors.unbind()))

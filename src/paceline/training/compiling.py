@@ -1,8 +1,8 @@
 """Decides whether to compile a model: only if it saves more time in the run than it takes.
 
 Compiling takes tens of seconds the first time, and a few seconds with results in this machine's cache. It makes every
-step shorter. Runs with promised bits (--exact, --deterministic) are not compiled by `auto`: the decision would
-depend on the cache.
+step shorter; how much is learned from earlier runs (metrics/compile_gain.py). Runs with promised bits (--exact,
+--deterministic) are not compiled by `auto`: the decision would depend on the cache.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from paceline.metrics.compile_gain import Gain, expected_gain, recall_times, remember_times
 from paceline.parallel.apply import resolve_precision, resolve_strategy
 from paceline.parallel.collectives import broadcast_text, is_true_on_any
-from paceline.runs.cache import cache_folder
 from paceline.runtime.detect import World
-from paceline.settings.schema import Config
+from paceline.settings.schema import SHARDED, Config
+from paceline.settings.values import cache_folder
 from paceline.training.plan import RunPlan
 
 _log = logging.getLogger("paceline")
-_SAVED = 0.2  # of a step's time, by compiling: 21 to 25 % were measured on ResNet-18, VGG-19 and smaller nets
-_COMPILE_S, _COMPILE_CACHED_S = 20.0, 3.0  # the first time, and from the cache
 
 
 def choose_to_compile(model: nn.Module, config: Config, plan: RunPlan, world: World) -> bool:
@@ -41,13 +40,13 @@ def choose_to_compile(model: nn.Module, config: Config, plan: RunPlan, world: Wo
         return config.train.compile == "always" and _can_compile(world)
     if not world.device.startswith("cuda") or config.train.deterministic or config.parallel.exact:
         return False  # on CPUs it was slower: 2,300 against 5,320 images/s on the course's CNN
-    if resolve_strategy(config, world.world_size) == "fsdp":
+    if resolve_strategy(config, world.world_size) in SHARDED:
         return False  # not tried yet
     if config.train.activation_checkpointing:
         return False  # not tried on GPUs yet
     mark = _mark_of(config, plan, world)
-    gain_s = _SAVED * plan.last_step * _plain_step_s(model, config, plan, world)
-    answer = gain_s > (_COMPILE_CACHED_S if mark.exists() else _COMPILE_S)
+    gain = expected_gain(recall_times(_times_of(mark)), is_cached=mark.exists())
+    answer = gain.pays(plan.last_step, _plain_step_s(model, config, plan, world))
     if broadcast_text(str(answer), world) != "True" or not _can_compile(world):
         return False
     if world.is_primary:
@@ -55,6 +54,16 @@ def choose_to_compile(model: nn.Module, config: Config, plan: RunPlan, world: Wo
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
     return True
+
+
+def learn_from(config: Config, plan: RunPlan, world: World, *, step_s: float, is_compiled: bool) -> Gain | None:
+    """Remember the time of this run's steps. Returns the gain that compiling would have had; None on CPUs."""
+    if not world.device.startswith("cuda"):
+        return None
+    mark = _mark_of(config, plan, world)
+    if world.is_primary:
+        remember_times(_times_of(mark), **{"compiled_step_s" if is_compiled else "plain_step_s": step_s})
+    return expected_gain(recall_times(_times_of(mark)), is_cached=mark.exists())
 
 
 def compile_for_sizes(count: int) -> None:
@@ -88,6 +97,10 @@ def _mark_of(config: Config, plan: RunPlan, world: World) -> Path:
     work = [asdict(config.model), plan.training_shapes, plan.microbatch_size, config.train.amp_dtype, world.world_size]
     work += [torch.__version__, torch.cuda.get_device_name(world.device)]
     return cache_folder() / "compiled" / "seen" / hashlib.sha256(json.dumps(work).encode()).hexdigest()[:16]
+
+
+def _times_of(mark: Path) -> Path:
+    return mark.with_name(f"{mark.name}.json")
 
 
 def _plain_step_s(model: nn.Module, config: Config, plan: RunPlan, world: World) -> float:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,11 +25,13 @@ from paceline.checkpoints.identity import (
 from paceline.checkpoints.resume import reader_of, restore_training, start_from
 from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import Pipeline, build_pipeline
+from paceline.data.changes import excluded_samples, with_new_labels
 from paceline.data.dataset import DatasetInfo, LoadedData
 from paceline.data.loader import Loader
 from paceline.data.sampling import Sampling, sampling_of
 from paceline.data.shared import load_once_per_node
 from paceline.errors import CheckpointError
+from paceline.metrics.start_clock import StartClock
 from paceline.models.dropout import RANDOM_NUMBERS
 from paceline.models.recompute import recompute_blocks
 from paceline.models.registry import build_model
@@ -40,9 +42,8 @@ from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.trust import hash_code
 from paceline.runtime.detect import World
 from paceline.runtime.seeds import require_determinism, seed_initial_weights
-from paceline.settings.code import CodeReference, code_references
-from paceline.settings.fields import flatten
-from paceline.settings.schema import Config
+from paceline.settings.schema import Config, flatten
+from paceline.settings.syntax import CodeReference, code_references
 from paceline.training.compiling import choose_to_compile, compile_for_sizes
 from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
@@ -52,14 +53,14 @@ from paceline.training.objective import Objective, build_objective, find_class_w
 from paceline.training.objective_check import check_objective
 from paceline.training.optim import MovingAverage, build_average, build_optimizer
 from paceline.training.plan import RunPlan, make_plan, split_samples
+from paceline.training.proxy import name_proxy, select_samples
 from paceline.training.recorded_step import build_step
 from paceline.training.run_data import RunData, agree_on_data, data_to_go_on_with, describe_split, split_again
 from paceline.training.same_ranks import require_same_data, require_same_functions
 from paceline.training.state import TrainState
 from paceline.training.step import TrainStep
 from paceline.training.teacher import Distillation, name_teacher, open_teacher
-
-_FIRST_LOOK_SAMPLES = 2000  # for a model that takes its first layer from the data
+from paceline.training.unseen import FIRST_LOOK_SAMPLES, Usage, looks_at_data, require_unseen
 
 _log = logging.getLogger("paceline")
 _T = TypeVar("_T")
@@ -185,15 +186,38 @@ class _Samples:
 
     loaded: LoadedData
     about: RunData
-    train_ids: Tensor
-    validation_ids: Tensor
+    train_ids: Tensor  # with the excluded ones: they keep their places in the order
+    validation_ids: Tensor  # also with the excluded ones
+    excluded: Tensor
+
+    @property
+    def used_ids(self) -> Tensor:
+        """The samples that are trained on."""
+        return self.train_ids[~torch.isin(self.train_ids, self.excluded)]
 
     @property
     def train_labels(self) -> Tensor:
-        return self.loaded.train.labels[self.train_ids]
+        return self.loaded.train.labels[self.used_ids]
 
-    def sampling(self, config: Config) -> Sampling:
-        return sampling_of(config.data, self.loaded.train, self.train_ids)
+    @property
+    def used_validation_ids(self) -> Tensor:
+        """A validation set of the data's own has other numbers, and is not changed."""
+        is_own = self.loaded.validation is not None
+        return self.validation_ids if is_own else self.validation_ids[~torch.isin(self.validation_ids, self.excluded)]
+
+    def usage(self, plan: RunPlan, model: nn.Module) -> Usage:
+        held_out = self.validation_ids if self.loaded.validation is None else self.validation_ids[:0]
+        order = sampling_of(plan.config.data, self.loaded.train, self.train_ids)
+        return Usage(plan, self.train_ids, held_out, order, looks_at_data(model))
+
+    def sampling(self, config: Config, world: World, guards: Guards, *, is_for_training: bool) -> Sampling:
+        """How an epoch's samples are chosen. Collective."""
+        plain = sampling_of(config.data, self.loaded.train, self.train_ids, self.excluded)
+        if not is_for_training:
+            return plain
+        is_alive = partial(guards.enter, "start", 0)
+        loaded = self.loaded
+        return replace(plain, kept=select_samples(config, loaded.train, loaded.info, self.train_ids, world, is_alive))
 
 
 def _load_samples(config: Config, world: World, checkpoint: Checkpoint | None, *, is_for_training: bool) -> _Samples:
@@ -211,7 +235,8 @@ def _load_samples(config: Config, world: World, checkpoint: Checkpoint | None, *
         about = data_to_go_on_with(checkpoint, about, may_differ=may_differ, has_validation=has_validation)
         if about.is_split_by_keys:
             train_ids, validation_ids = split_again(loaded, about)
-    return _Samples(loaded, about, train_ids, validation_ids)
+    excluded = excluded_samples(loaded, config.data, train_ids)
+    return _Samples(with_new_labels(loaded, config.data), about, train_ids, validation_ids, excluded)
 
 
 def _build_objective(
@@ -224,7 +249,15 @@ def _build_objective(
     return build_objective(config, class_weights=class_weights, teacher=teacher, num_outputs=info.num_classes)
 
 
-def _build_initial_model(plan: RunPlan, samples: _Samples, pipeline: Pipeline, *, load_weights: bool) -> nn.Module:
+def _open_validation(samples: _Samples, train_data: Loader, world: World) -> Loader:
+    if samples.loaded.validation is None:
+        return train_data.on_part(samples.used_validation_ids)
+    return Loader(samples.loaded.validation, samples.validation_ids, train_data.pipeline, world)
+
+
+def _build_initial_model(
+    plan: RunPlan, samples: _Samples, pipeline: Pipeline, start: StartClock, *, load_weights: bool
+) -> nn.Module:
     """The model with its initial weights, the same on every rank."""
     config, data = plan.config, samples.loaded
     seed_initial_weights(config.train.seed)
@@ -236,7 +269,8 @@ def _build_initial_model(plan: RunPlan, samples: _Samples, pipeline: Pipeline, *
         _start_from(model, Path(config.run.init_from), data.info)
     look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
     if look_at is not None:
-        look_at(pipeline.for_evaluation(data.train.read(samples.train_ids[:_FIRST_LOOK_SAMPLES])))
+        with start.set_up_from_data():
+            look_at(pipeline.for_evaluation(data.train.read(samples.used_ids[:FIRST_LOOK_SAMPLES])))
     return model
 
 
@@ -253,7 +287,7 @@ def build_components(
     `checkpoint`: the run continues from it, so it decides on the samples and on the count of epochs. Its tensors are
     restored by `Components.resume`.
     """
-    config = name_teacher(config) if load_weights else config
+    config = name_proxy(name_teacher(config)) if load_weights else config
     if checkpoint is not None:
         _compare_configs(checkpoint, config, world.world_size)
         _read_state(checkpoint, TrainState.from_json)
@@ -261,20 +295,22 @@ def build_components(
         require_determinism()
     else:
         torch.backends.cudnn.benchmark = True  # all batches have one size: try the kernels once, use the fastest
+    guards = guards or Guards()
+    guards.start.enter("data")
     samples = _load_samples(config, world, checkpoint, is_for_training=load_weights)
     data, train_ids = samples.loaded, samples.train_ids
-    parts = len(train_ids), len(samples.validation_ids)
+    parts = len(train_ids), len(samples.used_validation_ids)
     count_epochs = EpochClock if checkpoint is None else _count_epochs_from(checkpoint)
     plan = make_plan(config, data.info, world.world_size, parts, count_epochs)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
-    train_data = Loader(data.train, train_ids, pipeline, world, samples.sampling(config))
+    sampling = samples.sampling(config, world, guards, is_for_training=load_weights)
+    train_data = Loader(data.train, train_ids, pipeline, world, sampling)
     objective = _build_objective(config, samples, pipeline, world.device, is_for_training=load_weights)
-    if data.validation is None:
-        validation_data = train_data.on_part(samples.validation_ids)
-    else:
-        validation_data = Loader(data.validation, samples.validation_ids, pipeline, world)
 
-    model = _build_initial_model(plan, samples, pipeline, load_weights=load_weights)
+    guards.start.enter("model")
+    model = _build_initial_model(plan, samples, pipeline, guards.start, load_weights=load_weights)
+    if checkpoint is not None:
+        require_unseen(checkpoint, config, samples.usage(plan, model))
     freezing = Freezing(config.optim, model, plan.clock) if config.optim.freeze else None
     if config.train.activation_checkpointing and load_weights:
         recompute_blocks(model, draws_from_torch=":" in config.model.model_name)
@@ -282,6 +318,7 @@ def build_components(
     if is_compiled:
         compile_for_sizes(len(plan.training_shapes))
     parallel = parallelise(model, config, world, is_compiled=is_compiled)
+    parallel.is_compiled = is_compiled
     first_epoch = plan.clock.locate(checkpoint.step)[0] if checkpoint is not None else 0
     train_shape = pipeline.in_epoch(first_epoch).input_shape
     example = torch.zeros(plan.microbatch_size if is_compiled else 2, *train_shape, device=world.device)
@@ -290,7 +327,7 @@ def build_components(
     average = build_average(config.optim, parallel.module, plan.steps_per_epoch)
     if load_weights:
         check_objective(config, plan, parallel, world)
-    step = build_step(parallel, optimizer, average, config, world, guards or Guards(), objective, freezing)
+    step = build_step(parallel, optimizer, average, config, world, guards, objective, freezing)
     step.begin_epoch(checkpoint.step if checkpoint is not None else 0)
     code = hash_code(config)  # after all of it was imported
     if code_references(config):
@@ -299,13 +336,11 @@ def build_components(
     record = make_record(config, data.info, parts, pipeline, is_marked=True) if is_recorded else None
     if load_weights:
         model_tensors(parallel.module)  # a state that cannot be saved is refused before the first step
-        train_data.warm_up(plan.rank_batch_size, first_epoch)
-        inputs = example.new_zeros(plan.rank_batch_size, *train_shape)
-        step.warm_up(inputs, pipeline.empty_targets(len(inputs), data.info, inputs.device))
+        _warm_up(step, train_data, plan, first_epoch)
     return Components(
         plan=plan,
         train_data=train_data,
-        validation_data=validation_data,
+        validation_data=_open_validation(samples, train_data, world),
         test_data=Loader(data.test, torch.arange(len(data.test)), pipeline, world),
         model=parallel,
         optimizer=optimizer,
@@ -315,6 +350,17 @@ def build_components(
         record=record,
         code=code,
     )
+
+
+def _warm_up(step: TrainStep, train_data: Loader, plan: RunPlan, epoch: int) -> None:
+    """Do one-time work on the device before the first step."""
+    clock, pipeline = step.guards.start, train_data.pipeline
+    clock.enter("compile_and_capture")
+    train_data.warm_up(plan.rank_batch_size, epoch)
+    shape = pipeline.in_epoch(epoch).input_shape
+    inputs = torch.zeros(plan.rank_batch_size, *shape, device=train_data.device)
+    step.warm_up(inputs, pipeline.empty_targets(len(inputs), plan.info, inputs.device))
+    clock.enter("other")
 
 
 def _start_from(model: nn.Module, source: Path, info: DatasetInfo) -> None:

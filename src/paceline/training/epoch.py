@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -11,61 +13,59 @@ import torch
 from paceline.data.loader import Batch
 from paceline.errors import Preempted
 from paceline.metrics.safe_output import describe_console_loss
+from paceline.metrics.step_trace import LEFT_OUT
 from paceline.metrics.throughput import Stopwatch, read_memory
 from paceline.parallel.collectives import gather_texts, is_true_on_any, tree_sum, wait_for_all
 from paceline.runs.epoch_clock import EpochClock
 from paceline.runtime.caller import is_end_with_results_wanted
-from paceline.runtime.requeue import requeue_job
+from paceline.runtime.slurm import requeue_job
 from paceline.settings.schema import RunConfig
 from paceline.settings.tasks import REGRESSION
+from paceline.training.audit import audit_bad_step, audit_step
+from paceline.training.audit_plan import plan_audits
 from paceline.training.bad_numbers import find_fault, leave_out
 from paceline.training.session import TrainingSession
 from paceline.training.state import EpochSums
 from paceline.training.step import StepReport
 
-_STATUS_INTERVAL_S = 0.25
+_STATUS_INTERVAL_S = 1.0
 
 
 class StopAgreed(Exception):
     """The ranks agreed to stop. Raised on all of them at the same batch."""
 
 
+@dataclass(frozen=True)
+class TakenStep:
+    batch: Batch  # this rank's share
+    lr: float
+    report: StepReport | None  # None: the step was left out
+
+
 def train_epoch(session: TrainingSession, run_watch: Stopwatch) -> None:
     """Train to the end of the current epoch, or of the run. Raises StopAgreed, or RollBack after a bad step."""
     config, components, state, plan = session.config, session.components, session.state, session.components.plan
-    epoch, first_step = plan.clock.locate(state.step)
-    if first_step == 0:
+    epoch, inside = plan.clock.locate(state.step)
+    if inside == 0:
         state.epoch_sums = EpochSums()
-    components.step.begin_epoch(state.step)
-    batches = components.train_data.train_epoch(
-        seed=config.train.seed,
-        epoch=epoch,
-        global_batch_size=config.train.global_batch_size,
-        first_step=first_step,
-        batch_scale=components.step.objective.batch_scale,
-    )
     interval, epoch_watch = Stopwatch(), Stopwatch()
-    sums = torch.zeros(components.step.lanes_per_rank, 3, dtype=torch.float64, device=session.world.device)
+    sums = components.step.new_sums()
     busy_s = 0.0  # this rank's own work since the last line
     last_step = min(plan.last_step, plan.clock.end_of(epoch + 1))
-    while state.step < last_step:
-        session.guards.enter("data", state.step + 1)
-        batch = next(batches)
-        lr = plan.learning_rate(state.step)
-        report = _take_step(session, batch, lr)
-        session.guards.phases.enter("other")
-        state.step += 1
+    for taken in take_steps(session, last_step):
+        batch, report = taken.batch, taken.report
         if report is not None:
-            sums += report.sums
+            sums.add(report.sums)
             busy_s += report.busy_s + batch.wait_s
+        if session.recorder is not None:
+            session.recorder.trace(*((report.mean_loss, report.grad_norm) if report is not None else LEFT_OUT))
         for watch in (interval, epoch_watch, run_watch):
             watch.count(config.train.global_batch_size, batch.wait_s)
         session.is_stopping |= report is not None and report.is_stop_wanted
         is_due = session.is_stopping or is_save_due(state.step, plan.clock, plan.last_step, config.run)
         is_saved = is_due and state.step != last_step  # the loop saves the last one, with its validation
         if state.step % config.run.log_frequency == 0 or state.step == last_step or is_saved:
-            _log_step(session, _with_column(sums, busy_s), report, lr, interval)
-            sums.zero_()
+            _log_step(session, sums.take(busy_s), report, taken.lr, interval)
             busy_s = 0.0
             interval.restart()
         if is_saved:
@@ -75,6 +75,37 @@ def train_epoch(session: TrainingSession, run_watch: Stopwatch) -> None:
             if session.is_stopping:
                 raise StopAgreed
     state.epoch_sums.seconds += epoch_watch.seconds
+
+
+def take_steps(session: TrainingSession, last_step: int) -> Iterator[TakenStep]:
+    """Take the steps of the current epoch up to `last_step`, one by one. Counts them in the state.
+
+    Raises StopAgreed, or RollBack after a bad step.
+    """
+    config, components, state, plan = session.config, session.components, session.state, session.components.plan
+    epoch, first_step = plan.clock.locate(state.step)
+    components.step.begin_epoch(state.step)
+    batches = components.train_data.train_epoch(
+        seed=config.train.seed,
+        epoch=epoch,
+        global_batch_size=config.train.global_batch_size,
+        first_step=first_step,
+        batch_scale=components.step.objective.batch_scale,
+        audits=plan_audits(
+            config,
+            session.world,
+            components.step.lanes_per_rank,
+            range(plan.clock.end_of(epoch), plan.clock.end_of(epoch + 1)),
+        ),
+    )
+    while state.step < last_step:
+        session.guards.enter("data", state.step + 1)
+        batch = next(batches)
+        lr = plan.learning_rate(state.step)
+        report = _take_step(session, batch, lr)
+        session.guards.phases.enter("other")
+        state.step += 1
+        yield TakenStep(batch, lr, report)
 
 
 def is_over(session: TrainingSession) -> bool:
@@ -130,8 +161,10 @@ def _take_step(session: TrainingSession, batch: Batch, lr: float) -> StepReport 
     report = step.gradients(batch, state.step, wants_stop=_is_stop_due(session))
     if report.is_stop_wanted and _is_saved(session):
         raise StopAgreed  # this step is saved already; one more step would need a second save
+    audit_step(session, batch, report)
     fault = find_fault(session, report)
     if fault is not None:
+        audit_bad_step(session)
         leave_out(session, batch, fault)
         return None
     guards.enter("update", state.step + 1)
@@ -206,13 +239,6 @@ def stop_run(session: TrainingSession, *, can_save: bool = True) -> NoReturn:
     raise Preempted(f"stopped at step {step} without a checkpoint of it ({reason})", where=where)
 
 
-def _with_column(sums: torch.Tensor, busy_s: float) -> torch.Tensor:
-    """The sums of an interval, lane by lane, with the seconds of work as a column (in the row of the first lane)."""
-    column = torch.zeros_like(sums[:, :1])
-    column[0] = busy_s
-    return torch.cat([sums, column], dim=1)
-
-
 def _log_step(
     session: TrainingSession, sums: torch.Tensor, report: StepReport | None, lr: float, interval: Stopwatch
 ) -> None:
@@ -224,8 +250,8 @@ def _log_step(
     lanes = rows[:, :3].view(session.world.world_size, -1, 3)
     state.epoch_sums.add_ranks(lanes.sum(1).tolist())
     session.stragglers.compare(rows[:, 3], state.step)
-    if samples == 0:
-        return  # every step of the interval was left out, with a warning
+    if samples == 0 or not session.world.is_primary:
+        return  # every step of the interval was left out, with a warning; or the primary writes and prints
     memory = read_memory(session.world.device)
     values = {
         "loss": loss / samples,
@@ -244,7 +270,7 @@ def _log_step(
 
 
 def _write_status(session: TrainingSession) -> None:
-    """Update status.json, at most four times a second. A lost run folder is noticed at every call."""
+    """Update status.json, at most once a second. A lost run folder is noticed at every call."""
     now = time.monotonic()
     if now - session.status_written_at_s < _STATUS_INTERVAL_S and os.access(session.folder.path, os.W_OK):
         return

@@ -44,6 +44,10 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)  # the task's other metrics, then the user's own
     per_class: dict[str, PerClass] = field(default_factory=dict)  # values of each class, or of each number
 
+    @property
+    def seconds(self) -> float:
+        return self.samples / self.throughput if self.throughput else 0.0
+
     def class_accuracy(self) -> PerClass:
         """Per class; None for a class without samples."""
         return self.per_class.get("accuracy", [])

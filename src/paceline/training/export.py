@@ -80,7 +80,7 @@ def _through_onnx(model: nn.Module, blank: nn.Module, example: Tensor, file: Pat
         note = "written by torch.export"
     except ImportError:
         _write_onnx_by_tracing(model, example, file)
-        note = "written by torch's older exporter: pip install onnxscript for the newer one"
+        note = "written by torch's older exporter: the newer one needs the package onnxscript"
     except Exception as error:  # an operator or a control flow that it does not know
         _write_onnx_by_tracing(model, example, file)
         note = f"written by torch's older exporter: the newer one fails with {first_line(error)}"

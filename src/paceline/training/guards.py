@@ -16,11 +16,11 @@ from torch import Tensor
 
 from paceline.metrics.phases import PhaseClock
 from paceline.metrics.profile import StepProfiler
+from paceline.metrics.start_clock import StartClock
 from paceline.runs.folder import RunFolder
+from paceline.runs.machine import age_s, identity_of, identity_of_this_process
 from paceline.runs.members import Member
-from paceline.runs.process_handle import identity_of
-from paceline.runtime.detect import RankEnvironment, World
-from paceline.runtime.job_identity import find_torchrun_agent
+from paceline.runtime.detect import RankEnvironment, World, find_torchrun_agent
 from paceline.runtime.pulse import ATTEMPT_DIR, Pulse, private_pulse_path, pulse_path
 from paceline.runtime.signals import SUPERVISOR_PID, StopRequest
 from paceline.runtime.watchdog import Watchdog
@@ -50,6 +50,7 @@ class Guards:
     member: Member | None = None  # of the ownership of the run folder; None: ownership is not checked
     record_start: Callable[[], None] = _do_nothing  # writes config and environment of the run into its folder
     observers: list[Callable[[str, int], None]] = field(default_factory=list)  # called with each phase and its step
+    start: StartClock = field(default_factory=StartClock)
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def enter(self, phase: str, step: int) -> None:
@@ -103,7 +104,8 @@ def open_guards(config: Config, environment: RankEnvironment) -> Guards:
     attempt_dir = os.environ.get(ATTEMPT_DIR) if environment.is_supervised else None
     pulse = Pulse(pulse_path(Path(attempt_dir), environment.rank) if attempt_dir else private_pulse_path())
     watchdog = Watchdog(pulse, timeout_s=config.guard.hang_timeout_s, is_supervised=environment.is_supervised)
-    guards = Guards(watchdog, stop)
+    guards = Guards(watchdog, stop, start=StartClock(_age_of_command_s(environment)))
+    guards.start.enter("group")
     if environment.is_supervised:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all ranks; the supervisor decides
         guards.stop.watch_launcher(os.environ[SUPERVISOR_PID], guards.is_over)
@@ -111,6 +113,12 @@ def open_guards(config: Config, environment: RankEnvironment) -> Guards:
         # torchrun gives each rank its own session. The kill of its agent and Ctrl-C do not reach the ranks.
         guards.stop.watch_launcher(identity_of(find_torchrun_agent()), guards.is_over, "torchrun")
     return guards
+
+
+def _age_of_command_s(environment: RankEnvironment) -> float:
+    """Since the supervisor was started, for its first attempt; else since this process was."""
+    is_first = environment.is_supervised and environment.attempt == 1
+    return age_s(os.environ[SUPERVISOR_PID] if is_first else identity_of_this_process()) or 0.0
 
 
 class Stragglers:

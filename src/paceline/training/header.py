@@ -6,35 +6,55 @@ import torch
 
 import paceline
 from paceline.data.parts import TEST, TRAIN, VALIDATION
+from paceline.data.sampling import UNIFORM
 from paceline.models.external import PER_RANK, draws_per_rank, has_random_operations
 from paceline.runs.catalog import recipe_of
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
 from paceline.runtime.detect import World
-from paceline.settings.tasks import MULTI_LABEL, REGRESSION
+from paceline.settings.keep_rules import count_kept, epoch_length
+from paceline.settings.schema import Config
+from paceline.settings.tasks import (
+    BALANCED,
+    FOCAL,
+    LOSSES,
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    best_metric,
+    loss_name,
+)
+from paceline.training.audit_plan import describe_audit
 from paceline.training.components import Components
 from paceline.training.plan import RunPlan
+
+_FEW_WEIGHTS = 6
 
 
 def describe_run(components: Components, world: World, place: RunPlace) -> list[str]:
     """The header. A restart has a short one: only the ranks and the microbatches may have changed."""
     plan = components.plan
+    audit = describe_audit(plan.config, world)
     ranks = f"{world}{_device_name(world.device)}"
     if place.is_restart:
         batch = (
             [f"batch     {describe_batch(plan)}"] if plan.config.train.accumulate > 1 else []
         )  # --auto-microbatch may have changed it
-        return [f"paceline  going on with {ranks}", *batch]
+        return [f"paceline  going on with {ranks}", *batch, *([f"audit     {audit}"] if audit else [])]
     precision = str(components.model.autocast_dtype or "float32").removeprefix("torch.")
     return [
         f"paceline  {paceline.__version__}: {recipe_of(place.folder)} on {ranks}",
         f"model     {plan.config.model.model_name}, {components.num_parameters:,} parameters,"
         f" strategy {components.model.strategy}{_way(components)}, {precision}",
         f"data      {describe_data(plan)}",
+        *([f"order     {plan.info.order}"] if plan.info.order else []),
+        *([f"keep      {describe_kept(plan)}"] if plan.config.data.keep_share < 1 else []),
         f"augment   {components.train_data.pipeline.describe()}",
         f"batch     {describe_batch(plan)}",
         f"optimizer {describe_optimizer(plan)}",
+        *([f"objective {objective}"] if (objective := describe_objective(plan.config)) else []),
         f"steps     {describe_steps(plan)}",
+        *([f"audit     {audit}"] if audit else []),
         *([f"random    {PER_RANK}"] if _draws_per_rank(components) else []),
         *([] if RunFolder(place.folder).is_temporary else [f"folder    {place.folder}"]),
     ]
@@ -47,7 +67,8 @@ def _draws_per_rank(components: Components) -> bool:
 
 
 def _way(components: Components) -> str:
-    return f" through {components.step.exchange}" if components.step.exchange == "shared memory" else ""
+    exchange = components.step.exchange
+    return f" through {exchange}" if exchange == "shared memory" or exchange.endswith("bf16") else ""
 
 
 def _device_name(device: str) -> str:
@@ -68,7 +89,16 @@ def describe_data(plan: RunPlan) -> str:
     skipped = f"; {info.num_skipped} skipped, listed by paceline data check" if info.num_skipped else ""
     inputs = "x".join(map(str, plan.input_shape))
     answers = {MULTI_LABEL: "labels", REGRESSION: "numbers"}.get(info.task, "classes")
+    answers = "number" if info.task == REGRESSION and info.num_classes == 1 else answers
     return f"{info.name}: {parts} samples, {info.num_classes} {answers}, inputs {inputs}{skipped}"
+
+
+def describe_kept(plan: RunPlan) -> str:
+    """The samples of an epoch under --keep-share."""
+    data = plan.config.data
+    hardest, others = count_kept(data, plan.num_train)
+    taken = f"the {hardest:,} samples with the highest loss under {data.keep_by}, and {others:,} others in turn"
+    return f"{data.keep_share:g} of the training samples in each epoch: {taken}"
 
 
 def describe_batch(plan: RunPlan) -> str:
@@ -100,9 +130,33 @@ def describe_optimizer(plan: RunPlan) -> str:
     return ", ".join([*parts, *([f"frozen: {' '.join(optim.freeze)}"] if optim.freeze else [])])
 
 
+def describe_objective(config: Config) -> str:
+    """What the run learns, where it differs from the cross entropy of one class per sample. Empty: in nothing."""
+    options, data, loss = config.objective, config.data, loss_name(config)
+    parts = [f"task {data.task}"] if data.task != SINGLE_LABEL else []
+    if parts or loss != LOSSES[data.task][0]:
+        gamma = f" (gamma {options.focal_gamma:g})" if loss == FOCAL else ""
+        threshold = f" (targets above {options.bce_threshold:g} are 1)" if options.bce_threshold else ""
+        parts.append(f"loss {loss}{gamma}{threshold}")
+    if options.class_weights:
+        weights = options.class_weights
+        shown = BALANCED if weights == (BALANCED,) else " ".join(weights[:_FEW_WEIGHTS])
+        parts.append(f"class weights {shown}{' ...' if len(weights) > _FEW_WEIGHTS else ''}")
+    if data.sampling != UNIFORM or data.epoch_samples:
+        samples = f" ({data.epoch_samples:,} samples an epoch)" if data.epoch_samples else ""
+        parts.append(f"{data.sampling} sampling{samples}")
+    if options.best_by or parts:
+        parts.append(f"best by {best_metric(config)[0]}")
+    if options.teacher:
+        temperature = f", temperature {options.distill_temperature:g}" if options.distill == "soft" else ""
+        how = f"{options.distill}, share {options.distill_weight:g}{temperature}"
+        parts.append(f"teacher {options.teacher} ({how})")
+    return ", ".join(parts)
+
+
 def describe_steps(plan: RunPlan) -> str:
     repeats, epochs = plan.config.data.repeat_augment, plan.config.train.epochs
-    length = plan.config.data.epoch_samples or plan.num_train
+    length = epoch_length(plan.config.data, plan.num_train)
     left_out = length - plan.steps_per_epoch * plan.config.train.global_batch_size
     text = f"{epochs} epoch{'s' if epochs > 1 else ''} of {plan.steps_per_epoch}, {plan.total_steps} in all"
     if repeats > 1:

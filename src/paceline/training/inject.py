@@ -19,15 +19,17 @@ from torch import nn
 
 from paceline.checkpoints.format import MANIFEST, step_folders
 from paceline.data.loader import Batch
-from paceline.errors import EXIT_INTERNAL, PacelineError
+from paceline.errors import EXIT_INTERNAL, PacelineError, UserError
 from paceline.runs.folder import flush
-from paceline.settings.faults import EVERY_RANK, Fault, read_ledger
+from paceline.settings.faults import EVERY_RANK, FLIP, Fault, read_ledger
 from paceline.settings.small_files import write_plain
 
 _DEFAULT_PHASE = "forward"
 _BATCH_FAULTS = ("nan", "spike", "inf-gradient", "oom")
 _SAVE_FAULTS = ("full-disk", "slow-disk")
 _ENDLESS_S = 10**6
+_DEFAULT_BIT = 20  # of 32
+_MOST_NAMES = 12
 _leaked: list[bytearray] = []
 
 
@@ -41,6 +43,7 @@ class Faults:
         self._ledger = ledger
         self._checkpoints = checkpoints
         self._done = {fault.number: 0 for fault in self._faults}
+        self._flipped_at: dict[int, int] = {}  # by the number of the fault: its first step in this attempt
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         for row in read_ledger(ledger):
             if row["rank"] == rank and row["fault"] in self._done:
@@ -52,7 +55,7 @@ class Faults:
     def at_phase(self, phase: str, step: int) -> None:
         """Called when the rank enters a phase of this step."""
         for fault in self._faults:
-            if fault.kind in _BATCH_FAULTS or fault.kind in _SAVE_FAULTS or phase != (fault.phase or _DEFAULT_PHASE):
+            if fault.kind in (*_BATCH_FAULTS, *_SAVE_FAULTS, FLIP) or phase != (fault.phase or _DEFAULT_PHASE):
                 continue
             if fault.kind == "slow":
                 self._sleep_if_slow(fault, step)
@@ -77,6 +80,31 @@ class Faults:
                 inputs *= 1000.0
             batch = dataclasses.replace(batch, inputs=inputs)
         return batch
+
+    def check_tensors(self, names: list[str]) -> None:
+        """Before the first step: refuse a flip in a tensor that is not trained."""
+        for fault in self._faults:
+            if fault.kind == FLIP and fault.tensor and fault.tensor not in names:
+                raise UserError(
+                    f"there is no trained parameter {fault.tensor!r} to flip a bit in",
+                    where="flag --inject",
+                    allowed=", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else ""),
+                )
+
+    def flip_gradients(self, model: nn.Module, step: int, *, is_audit: bool) -> None:
+        """Called after the backward pass of a lane. A transient flip (of one step) does not hit an audit."""
+        for fault in self._faults:
+            steps = fault.values.get("steps", 1)
+            if fault.kind != FLIP or not fault.step <= step < fault.step + steps or (is_audit and steps <= 1):
+                continue
+            if fault.number not in self._flipped_at:
+                if steps > 1:
+                    self._note(fault)  # a bad chip stays bad: it is noted once per attempt and not counted
+                elif not self._begin(fault):
+                    continue
+                self._flipped_at[fault.number] = step
+            if steps > 1 or self._flipped_at[fault.number] == step:
+                _flip_gradient(model, fault.tensor, int(fault.values.get("bit", _DEFAULT_BIT)))
 
     def check_memory(self, microbatch: int, step: int) -> None:
         """Raise OutOfMemoryError if a microbatch of this size should not fit."""
@@ -156,6 +184,16 @@ def _spoil_gradients(model: nn.Module) -> torch.utils.hooks.RemovableHandle:
             output.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
 
     return layers[0].register_forward_hook(spoil)
+
+
+def _flip_gradient(model: nn.Module, name: str, bit: int) -> None:
+    """Flip one bit of the first element of a gradient; without a name, of the first gradient."""
+    named = [(key, value.grad) for key, value in model.named_parameters() if value.grad is not None]
+    gradient = next((value for key, value in named if not name or key == name), None)
+    if gradient is not None:  # an unused layer has none
+        word = gradient.reshape(-1)[:1].clone().view(torch.int32)
+        flipped = (word ^ torch.tensor(1 << bit, device=word.device).to(torch.int32)).view(gradient.dtype)
+        gradient[(0,) * gradient.dim()] = flipped[0]
 
 
 def _leak(megabytes: float) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.parts import is_sharded, local_part
+from paceline.parallel.parts import is_sharded, local_part, sum_over_shards
 
 _BETAS = (0.9, 0.999)
 _EPS = 1e-6
@@ -78,5 +77,5 @@ def _lengths(parts: list[Tensor], parameters: list[Tensor]) -> Tensor:
     if not is_sharded(parameters[0]):
         return norms
     squares = norms.square()
-    dist.all_reduce(squares)
+    sum_over_shards(squares, parameters[0])
     return squares.sqrt()

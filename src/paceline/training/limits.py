@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from paceline.data.pack_format import is_packed
-from paceline.metrics.ceiling import find_ceilings, name_precision
-from paceline.metrics.flops import FlopCount, count_flops
+from paceline.data.pack_format import holds_pixels
+from paceline.metrics.ceiling import FlopCount, count_flops, find_ceilings, name_precision
+from paceline.metrics.compile_gain import Gain
 from paceline.metrics.verdict import LEAST_STEPS, RankTime, Setting, Speed, judge_run, split_time
 from paceline.parallel.collectives import broadcast_text
-from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import World
+from paceline.runtime.resources import usable_cores
+from paceline.training.compiling import learn_from
 from paceline.training.components import Components
 
 # Counting a model's arithmetic takes most of a second, measuring the ceiling about one more: not in a run of seconds.
@@ -45,8 +46,11 @@ def find_limits(components: Components, world: World, ranks: list[dict[str, Any]
         cores=usable_cores(),
         load=os.getloadavg()[0],
         step_ms=max(time.step_ms for time in times),
-        is_packed=is_packed(Path(components.plan.config.data.data_dir)),
+        is_packed=holds_pixels(Path(components.plan.config.data.data_dir)),
         host_overhead_share=_host_overhead(components),
+        is_compiled=components.model.is_compiled,
+        is_recorded=components.step.is_recorded,
+        compile_gain=_learn_gain(components, world, max(time.step_ms for time in times) / 1000),
     )
     return {
         "steps": steps,
@@ -66,6 +70,11 @@ def find_limits(components: Components, world: World, ranks: list[dict[str, Any]
         "ceiling_flops_per_s_by_rank": done.ceilings,
         "verdict": judge_run(shares, speed, setting).to_json(),
     }
+
+
+def _learn_gain(components: Components, world: World, step_s: float) -> Gain | None:
+    is_compiled = components.model.is_compiled
+    return learn_from(components.plan.config, components.plan, world, step_s=step_s, is_compiled=is_compiled)
 
 
 def _time_of(entry: dict[str, Any]) -> RankTime:

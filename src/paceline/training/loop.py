@@ -27,7 +27,15 @@ from paceline.training.epoch import (
 )
 from paceline.training.examples import open_examples
 from paceline.training.guards import Guards
-from paceline.training.results import Results, RunTotals, describe_summary, gather_ranks, hash_state, make_results
+from paceline.training.receipt import try_to_write_receipt
+from paceline.training.results import (
+    Results,
+    RunTotals,
+    describe_summary,
+    gather_ranks,
+    hash_state,
+    make_results,
+)
 from paceline.training.session import open_session
 from paceline.training.validate import evaluate_part, validate_epoch
 
@@ -41,6 +49,7 @@ def train(
     components, checkpoints, console = session.components, session.checkpoints, session.console
 
     # --- Train an epoch, validate, save
+    session.guards.start.end()
     plan, watch, energy = components.plan, Stopwatch(), EnergyMeter(world.device)
     console.start(first_step=session.state.step, total_steps=plan.last_step)
     try:
@@ -100,6 +109,7 @@ def train(
             if examples is not None:
                 examples.write(session.folder, plan.info.classes)
             try_to_write_run_page(session.folder, "finished")
+            try_to_write_receipt(session, results)
             for line in describe_summary(results, session.folder):
                 console.note(line)
     return results

@@ -11,9 +11,8 @@ import torch
 import paceline
 from paceline.data.dataset import DatasetInfo
 from paceline.errors import printable_line
-from paceline.runs.file_shapes import ENVIRONMENT, RESULTS
 from paceline.runs.folder import RunFolder
-from paceline.runs.json_files import read_object
+from paceline.runs.json_files import ENVIRONMENT, RESULTS, read_object
 from paceline.settings.tasks import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from paceline.training.header import describe_data
 from paceline.training.reuse import OpenRun
@@ -48,11 +47,12 @@ def write_card(folder: RunFolder, run: OpenRun, snippet: str, exported: list[tup
     plan, model = run.plan, run.config.model
     name, results = folder.path.resolve().name, _results_of(folder, run)
     environment = read_object(folder.environment, ENVIRONMENT)
-    recipe = re.fullmatch(r"(.+?)-\d{8}-\d{6}(-\d+)?", name)
+    recipe = re.fullmatch(r"(.+?)-\d{8}-\d{6}(-\d+)?", name)  # older runs do not record it
+    recorded = printable_line(environment.get("recipe", ""))
     shape = "x".join(map(str, plan.input_shape))
     identity = [
         ("task", plan.info.task),
-        ("recipe", recipe[1] if recipe else f"{NOT_RECORDED}; the run's config.yaml is one"),
+        ("recipe", recorded or (recipe[1] if recipe else f"{NOT_RECORDED}; the run's config.yaml is one")),
         ("model", f"{model.model_name}, {run.num_parameters:,} parameters, input {shape}"),
         *exported,
     ]

@@ -27,9 +27,9 @@ from paceline.models.registry import build_model, check_model_name
 from paceline.runs.json_files import COUNT, Fields, ListOf, Number, Word, fit
 from paceline.runs.sources import ORIGIN, Sources, SourcesTooLarge, collect_sources
 from paceline.runs.trust import require_trusted_sources, sign_sources
-from paceline.settings.code import code_references
 from paceline.settings.resolution import RESIZED
 from paceline.settings.schema import Config, ModelConfig
+from paceline.settings.syntax import code_references
 from paceline.settings.tasks import SINGLE_LABEL, TASKS
 
 RECORD = "record"  # its key in the state of a checkpoint

@@ -218,14 +218,19 @@ def find_class_weights(config: Config, labels: Tensor, classes: tuple[str, ...],
                 hint="give the weights as numbers",
             )
         return weights.float().to(device)
-    if len(numbers) != len(classes):
+    require_weight_per_class(config, classes)
+    return torch.tensor(numbers, device=device)
+
+
+def require_weight_per_class(config: Config, classes: tuple[str, ...]) -> None:
+    numbers = parse_class_weights(config.objective.class_weights, where="--class-weights")
+    if numbers is not None and len(numbers) != len(classes):
         raise UserError(
             "the number of class weights is not the number of classes",
             where="--class-weights",
             got=f"{len(numbers)} weights",
             allowed=f"{len(classes)}: {', '.join(classes[:8])}{', ...' if len(classes) > 8 else ''}",
         )
-    return torch.tensor(numbers, device=device)
 
 
 def explain_own_code(error: Exception, config: Config) -> UserError | None:

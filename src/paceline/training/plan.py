@@ -16,15 +16,13 @@ from paceline.data.dataset import DatasetInfo
 from paceline.data.order import split_folds, split_train_validation
 from paceline.errors import UserError
 from paceline.models.recompute import require_blocks
-from paceline.models.registry import build_model
 from paceline.runs.epoch_clock import EpochClock
+from paceline.settings.keep_rules import epoch_length
 from paceline.settings.schema import Config
 from paceline.settings.tasks import TOP5_CLASSES, best_metric
 from paceline.training.freezing import Freezing
 from paceline.training.optim import rate_factors
 from paceline.training.schedule import learning_rate, peak_learning_rate
-
-_OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2, "lamb": 2, "muon": 1}
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,10 @@ def make_plan(
         train, validation = split_samples(info, config)
         parts = len(train), len(validation)
     num_train, num_validation = parts
-    batch, epoch_samples = config.train.global_batch_size, config.data.epoch_samples or num_train
+    batch, epoch_samples = config.train.global_batch_size, epoch_length(config.data, num_train)
     if epoch_samples < batch:
-        what = "samples of an epoch (--epoch-samples)" if config.data.epoch_samples else "training samples"
+        flag = "--epoch-samples" if config.data.epoch_samples else "--keep-share" if config.data.keep_share < 1 else ""
+        what = f"samples of an epoch ({flag})" if flag else "training samples"
         raise UserError(
             "the global batch is larger than the training set",
             got=f"global_batch_size {batch}, {epoch_samples} {what}",
@@ -171,47 +170,6 @@ def _require_equal_parts(config: Config, world_size: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes per rank. Activations are the outputs of all layers of one microbatch: an upper guide."""
-
-    num_parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
-
-
-def estimate_memory(plan: RunPlan, strategy: str, *, is_mixed: bool) -> MemoryEstimate:
-    config = plan.config
-    with torch.device("meta"):
-        model = build_model(config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
-        elements = _count_activations(model, torch.empty(plan.microbatch_size, *plan.largest_shape))
-    check_parts(model, plan)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    shards = plan.world_size if strategy == "fsdp" else 1
-    copies = (
-        _OPTIMIZER_COPIES[config.optim.optimizer]
-        if config.optim.momentum or _OPTIMIZER_COPIES[config.optim.optimizer] > 1
-        else 0
-    )
-    weights = 4 * num_parameters // shards
-    trained = 4 * num_trained // shards
-    averages = weights if config.optim.ema_decay else 0
-    return MemoryEstimate(
-        num_parameters=num_parameters,
-        weights=weights + averages,
-        gradients=trained,
-        optimizer=trained * copies,
-        activations=elements * (2 if is_mixed else 4),
-    )
-
-
 def check_parts(model: nn.Module, plan: RunPlan) -> None:
     """UserError if settings name parts that this model does not have. Also freezes parameters."""
     rate_factors(plan.config.optim, model)
@@ -219,18 +177,3 @@ def check_parts(model: nn.Module, plan: RunPlan) -> None:
         Freezing(plan.config.optim, model, plan.clock)
     if plan.config.train.activation_checkpointing:
         require_blocks(model)
-
-
-def _count_activations(model: nn.Module, inputs: Tensor) -> int:
-    """Elements that leave the leaf modules in one forward pass."""
-    elements = [inputs.numel()]
-
-    def count(_module: nn.Module, _inputs: object, output: object) -> None:
-        if isinstance(output, Tensor):
-            elements.append(output.numel())
-
-    for module in model.modules():
-        if not any(True for _ in module.children()):
-            module.register_forward_hook(count)
-    model(inputs)
-    return sum(elements)

@@ -25,14 +25,15 @@ from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
 from paceline.training.objective import Objective
 from paceline.training.optim import MovingAverage
-from paceline.training.step import DeviceTally, Part, StepReport, TrainStep, cut, total_norm
+from paceline.training.step import Part, StepReport, TrainStep, cut, total_norm
+from paceline.training.tally import DeviceTally
 
 
 def can_record(model: ParallelModel, config: Config, world: World) -> bool:
     return (
         world.device.startswith("cuda")
         and world.world_size == 1
-        and model.strategy != "fsdp"
+        and not model.is_sharded
         and model.autocast_dtype is not torch.float16
         and config.train.compile != "never"
         and not config.objective.teacher  # any model, which may read values too
@@ -69,6 +70,10 @@ class RecordedStep(TrainStep):
             group["lr"] = self._rates.setdefault(factor, torch.zeros((), device=world.device))
             if "capturable" in group:
                 group["capturable"] = True
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._record_gradients.is_recorded
 
     def gradients(self, batch: Batch, step: int, *, wants_stop: bool) -> StepReport:
         began = time.perf_counter()

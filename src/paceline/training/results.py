@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.checkpoints.capture import gather_whole, model_tensors, optimizer_tensors
+from paceline.checkpoints.ledger import hash_tensors
 from paceline.metrics.console import format_seconds
 from paceline.metrics.screen import BRIEF, output_mode
+from paceline.metrics.start_clock import describe_start
 from paceline.metrics.throughput import read_memory
 from paceline.parallel.collectives import gather_texts
 from paceline.runs.folder import RunFolder
 from paceline.runtime.detect import World
-from paceline.settings.tasks import MAXIMISED, best_metric
+from paceline.settings.tasks import MAXIMISED, METRICS, SINGLE_LABEL, best_metric
 from paceline.training.components import Components
+from paceline.training.earlier_figures import earlier_figures
 from paceline.training.epoch import epoch_row
 from paceline.training.evaluate import Evaluation
 from paceline.training.limits import find_limits
 from paceline.training.plan import RunPlan
 from paceline.training.session import TrainingSession
-from paceline.training.weights_hash import hash_tensors
 
 _LAST_ROW = (  # fields of results.json in the last row of --json
     *("status", "test_accuracy", "test_loss", "best_epoch", "best_validation_accuracy", "steps", "training_seconds"),
@@ -61,15 +64,23 @@ def gather_ranks(world: World, totals: RunTotals) -> list[dict[str, Any]]:
         "device": world.device,
         "threads": world.threads,
         "samples": totals.samples,
-        "seconds": totals.seconds,
-        "seconds_to_last_step": totals.stepping_s,
-        "samples_per_second": totals.samples / max(totals.seconds, 1e-9),
-        "data_wait_seconds": totals.wait_s,
+        **_times_of(totals),
         "peak_memory_mb": memory.peak_mb,
         "energy_joules": totals.energy_j,
         **totals.timing,
     }
     return [json.loads(text) for text in gather_texts(json.dumps(mine), world)]
+
+
+def _times_of(totals: RunTotals) -> dict[str, float | None]:
+    """None for an attempt without steps: it has measured nothing, and 0 would be a wrong speed."""
+    times = {
+        "seconds": totals.seconds,
+        "seconds_to_last_step": totals.stepping_s,
+        "samples_per_second": totals.samples / max(totals.seconds, 1e-9),
+        "data_wait_seconds": totals.wait_s,
+    }
+    return {name: value if totals.samples else None for name, value in times.items()}
 
 
 @dataclass(frozen=True)
@@ -92,18 +103,43 @@ class Results:
     hashes: dict[str, str]
     limits: dict[str, Any]
     profile: dict[str, Any] | None  # None without --profile
+    set_up_s: float  # what was computed from the training data before the first step
+    start_up: dict[str, float]  # seconds before the first step, by stage: metrics/start_clock.py
+    audits: int  # steps that were audited without a finding
+    earlier: dict[str, Any]  # fields of to_json that an earlier attempt has measured: recorded_speed.py
 
     @property
-    def training_seconds(self) -> float:
-        return float(max(entry["seconds"] for entry in self.ranks))
+    def training_seconds(self) -> float | None:
+        """None if no step ran in this attempt."""
+        return max(float(entry["seconds"]) for entry in self.ranks) if self.samples else None
+
+    def clocks(self) -> dict[str, float | None]:
+        """Two clocks. Published CIFAR-10 records also count set-up from the data and the test."""
+        steps_s = max(float(entry["seconds_to_last_step"]) for entry in self.ranks) if self.samples else None
+        return {
+            "first_to_last_step_seconds": steps_s,
+            "set_up_seconds": self.set_up_s,
+            "test_seconds": self.test.seconds,
+            "set_up_steps_and_test_seconds": None if steps_s is None else self.set_up_s + steps_s + self.test.seconds,
+        }
 
     @property
     def samples(self) -> int:
         return int(sum(entry["samples"] for entry in self.ranks))
 
     @property
-    def samples_per_second(self) -> float:
-        return self.samples / max(self.training_seconds, 1e-9)
+    def samples_per_second(self) -> float | None:
+        return None if self.training_seconds is None else self.samples / max(self.training_seconds, 1e-9)
+
+    def for_status(self) -> dict[str, Any]:
+        """What status.json and `paceline runs` show: the accuracy, and the metric of a task whose aim is another."""
+        config, accuracy = self.plan.config, self.test.accuracy
+        shown = {} if accuracy is None else {"test_accuracy": accuracy}
+        name = best_metric(config)[0]
+        value = self.test.loss if name == "loss" else self.test.metrics.get(name)
+        if config.data.task == SINGLE_LABEL or value is None or not math.isfinite(value):
+            return shown
+        return {**shown, "test_metric": name, "test_value": value}
 
     def to_json(self) -> dict[str, Any]:
         plan, train = self.plan, self.plan.config.train
@@ -122,6 +158,8 @@ class Results:
             "samples_seen": self.steps * train.global_batch_size,
             "samples_per_second": self.samples_per_second,
             "training_seconds": self.training_seconds,
+            "clocks": self.clocks(),
+            "start_up": self.start_up,
             "world_size": self.world.world_size,
             "strategy": self.strategy,
             **self.hashes,
@@ -138,12 +176,13 @@ class Results:
             "performance": {
                 "avg_final_loss": self.final_epoch.get("loss"),
                 "avg_final_accuracy": self.final_epoch.get("accuracy"),
-                "total_samples_processed": self.samples,
-                "samples_per_second": self.samples_per_second,
+                "total_samples_processed": self.samples or self.steps * train.global_batch_size,
+                "samples_per_second": self.earlier.get("samples_per_second", self.samples_per_second),
                 "time_per_epoch": self.final_epoch.get("seconds"),
             },
             "process_metrics": self.ranks,
             "limits": self.limits,
+            **({"audits": self.audits} if plan.config.guard.audit else {}),
             **({"profile": self.profile or None} if self.profile is not None else {}),
             "model_info": {
                 "name": plan.config.model.model_name,
@@ -153,6 +192,7 @@ class Results:
             },
             "test": self.test.by_class(plan.info.classes),
             "success": True,
+            **self.earlier,
         }
 
 
@@ -181,6 +221,10 @@ def make_results(
         hashes=hashes,
         limits=find_limits(components, session.world, ranks),
         profile=profile,
+        set_up_s=session.guards.start.set_up_s,
+        start_up=session.guards.start.summary(),
+        audits=state.audits,
+        earlier=earlier_figures(session, ranks, hashes),
     )
 
 
@@ -193,13 +237,7 @@ def _best_value(session: TrainingSession) -> float:
 
 
 def describe_summary(results: Results, folder: RunFolder) -> list[str]:
-    lines = [
-        _accuracy_line(results),
-        f"{results.steps} steps in {format_seconds(results.training_seconds)}"
-        f" on {results.world.world_size} rank{'s' if results.world.world_size > 1 else ''},"
-        f" {results.samples_per_second:,.0f} samples/s with validation and saving",
-        *_limit_lines(results, folder),
-    ]
+    lines = [_accuracy_line(results), _speed_line(results), *_limit_lines(results, folder)]
     if folder.is_temporary:
         return lines
     path = shlex.quote(str(folder.path))
@@ -217,6 +255,17 @@ def describe_summary(results: Results, folder: RunFolder) -> list[str]:
     return ["", *lines, "", *(f"  {command:<{widest}}  {text}" for command, text in commands.items())]
 
 
+def _speed_line(results: Results) -> str:
+    seconds, speed = results.training_seconds, results.samples_per_second
+    if seconds is None or speed is None:
+        return f"all {results.steps} steps were trained before this start; only the test was repeated"
+    ranks = f"{results.world.world_size} rank{'s' if results.world.world_size > 1 else ''}"
+    return (
+        f"{results.steps} steps in {format_seconds(seconds)} on {ranks},"
+        f" {speed:,.0f} samples/s with validation and saving"
+    )
+
+
 def _limit_lines(results: Results, folder: RunFolder) -> list[str]:
     """What limited the speed of the run, and where its traces are."""
     lines = []
@@ -224,6 +273,8 @@ def _limit_lines(results: Results, folder: RunFolder) -> list[str]:
     if verdict is not None:
         lines.append(f"limit     {verdict['text']}; next: {verdict['try']}")
     profile = results.profile
+    if profile is not None:
+        lines.append(f"start     {describe_start(results.start_up)}")
     if profile == {}:
         lines.append("profile   nothing recorded: it begins after ten steps")
     elif profile is not None and not folder.is_temporary:
@@ -236,13 +287,16 @@ def _limit_lines(results: Results, folder: RunFolder) -> list[str]:
 
 
 def _accuracy_line(results: Results) -> str:
+    """The metric of the task, the loss, then the metrics that the user chose."""
     test, config = results.test, results.plan.config
-    chosen, _ = best_metric(config)
-    shown = [chosen, *(name.rpartition(":")[2] for name in config.train.metrics)]
-    rest = "".join(f", {name} {test.metrics[name]:.4f}" for name in dict.fromkeys(shown) if name in test.metrics)
+    chosen = [best_metric(config)[0], *(name.rpartition(":")[2] for name in config.train.metrics)]
+    if config.data.task != SINGLE_LABEL:
+        chosen.insert(0, next(iter(METRICS[config.data.task])))
+    metrics = [f"{name} {test.metrics[name]:.4f}" for name in dict.fromkeys(chosen) if name in test.metrics]
+    first = metrics.pop(0) if config.data.task != SINGLE_LABEL else f"accuracy {test.accuracy:.2%}"
+    others = [] if test.accuracy is None or config.data.task == SINGLE_LABEL else [f"accuracy {test.accuracy:.2%}"]
     best = f"best epoch {results.best_epoch}" if results.best_epoch else "weights of the last step"
-    accuracy = "" if test.accuracy is None else f"accuracy {test.accuracy:.2%}, "
-    return f"test {accuracy}loss {test.loss:.4f}{rest} ({best})"
+    return f"test {', '.join([first, f'loss {test.loss:.4f}', *metrics, *others])} ({best})"
 
 
 def print_result(results: Results, folder: RunFolder) -> None:

@@ -19,12 +19,11 @@ from paceline.runs.folder import RunFolder, has_checkpoint
 from paceline.runs.place import RunPlace
 from paceline.runs.shared_token import NODE_LOCAL, find_token, not_shared, remove_token, write_token
 from paceline.runtime.detect import RankEnvironment, World
-from paceline.settings.code import CodeReference
-from paceline.settings.fields import flatten
-from paceline.settings.schema import Config
+from paceline.settings.schema import Config, flatten
+from paceline.settings.syntax import CodeReference
 
 # These may differ between ranks: places of files, and injected faults.
-_OWN = ("data_dir", "output_dir", "num_workers", "inject")
+_OWN = ("data_dir", "output_dir", "num_workers", "cache_dir", "inject")
 
 
 @cache

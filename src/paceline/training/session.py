@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.checkpoints.ledger import Ledger
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.resume import adopt_best
 from paceline.checkpoints.store import Checkpoint, Retention
 from paceline.metrics.console import Console
 from paceline.metrics.recorder import Recorder, inherit_rows
-from paceline.parallel.apply import resolve_strategy
+from paceline.parallel.apply import num_shards, resolve_strategy
 from paceline.runs.folder import RunFolder, write_json
-from paceline.runs.mirror_note import read_own_note
 from paceline.runs.patience import read_patiently
 from paceline.runs.place import RunPlace, owner_of
+from paceline.runs.stores import read_own_note
 from paceline.runtime.detect import World
-from paceline.runtime.garbage import no_search_for_garbage
-from paceline.settings.fields import flatten
-from paceline.settings.schema import Config
+from paceline.runtime.memory import no_search_for_garbage
+from paceline.settings.schema import SHARDED, Config, flatten
 from paceline.settings.tasks import best_metric
+from paceline.training.audit_plan import require_alike
 from paceline.training.components import Components, build_components
 from paceline.training.guards import Guards, Stragglers
 from paceline.training.header import describe_run
@@ -56,6 +57,7 @@ def open_session(
     checkpoint = _choose_checkpoint(config, place, checkpoints)
     with no_search_for_garbage():
         components = build_components(config, world, guards, checkpoint=checkpoint)
+    require_alike(config, world)
     checkpoints.warn_if_space_is_short(components.checkpoint_bytes())
     state = TrainState()
     if checkpoint is not None:
@@ -100,15 +102,18 @@ def reopen_recorder(session: TrainingSession) -> None:
 
 
 def _open_checkpoints(config: Config, folder: RunFolder, world: World, guards: Guards) -> CheckpointManager:
+    strategy = resolve_strategy(config, world.world_size)
     return CheckpointManager(
         folder.checkpoints,
         world,
-        is_sharded=resolve_strategy(config, world.world_size) == "fsdp" and world.world_size > 1,
+        is_sharded=strategy in SHARDED and world.world_size > 1,
+        num_shards=num_shards(strategy, world),
         retention=Retention(config.run.keep_last, config.run.keep_best),
         is_async=config.run.async_save,
-        flushed_first=(folder.metrics_jsonl, folder.status, folder.path),
+        flushed_first=(folder.metrics_jsonl, folder.steps, folder.status, folder.path),
         require_owner=folder.require_owner,
         before_write=guards.faults.before_write if guards.faults else None,
+        ledger=Ledger(folder.ledger) if world.is_primary else None,
     )
 
 
@@ -133,6 +138,7 @@ def _take_over(
     if world.is_primary:
         own = folder.checkpoints
         read_patiently("pointing best", own, lambda: adopt_best(source, own, state.best_step))
+        Ledger(folder.ledger).take_over(checkpoint, RunFolder(owner_of(checkpoint.path)).ledger)
 
 
 def _print_header(

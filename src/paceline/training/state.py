@@ -26,6 +26,8 @@ _SHAPE = Fields(
         "skipped": ListOf(COUNT),
         "jumped": ListOf(COUNT),
         "recent_losses": ListOf(float),
+        "audited": COUNT,
+        "audits": COUNT,
     },
 )
 
@@ -78,6 +80,8 @@ class TrainState:
     skipped: list[int] = field(default_factory=list)  # steps (from 0) whose update was left out
     jumped: list[int] = field(default_factory=list)  # steps left out altogether after a roll-back
     recent_losses: list[float] = field(default_factory=list)  # what a spike is measured against
+    audited: int = 0  # the step of the last audit that found nothing, counted from 1; 0: none
+    audits: int = 0  # how many found nothing
 
     def is_improved_by(self, merit: float, loss: float) -> bool:
         """A better value of the metric that decides, or the same with less loss."""
@@ -113,6 +117,8 @@ class TrainState:
             skipped=list(values.get("skipped", [])),
             jumped=list(values.get("jumped", [])),
             recent_losses=list(values.get("recent_losses", [])),
+            audited=int(values.get("audited", 0)),
+            audits=int(values.get("audits", 0)),
         )
 
 

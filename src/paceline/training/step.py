@@ -10,14 +10,16 @@ from __future__ import annotations
 import ctypes
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.data.loader import Batch
 from paceline.models.dropout import ShareKeys
-from paceline.parallel.apply import ParallelModel, autocast
+from paceline.parallel.apply import ParallelModel, PlainAttributes, autocast
 from paceline.parallel.collectives import gather_lanes, sum_over_ranks
+from paceline.parallel.digests import digest_tensors
 from paceline.parallel.exact import LaneReducer
 from paceline.runtime.detect import World
 from paceline.runtime.seeds import seed_step
@@ -28,17 +30,19 @@ from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
 from paceline.training.objective import Objective, build_objective
 from paceline.training.optim import MovingAverage, bare_step
+from paceline.training.tally import DeviceSums, DeviceTally, HostSums, HostTally, Row, Rows
 
 
 @dataclass(frozen=True)
 class StepReport:
     """The result of a step's forward and backward pass, before any weight is changed."""
 
-    sums: Tensor  # of this rank's samples, on the device. float64, a row per lane: loss, correct answers, samples
+    sums: Rows  # of this rank's samples, a row per lane: loss, correct answers, samples
     mean_loss: float  # over all ranks
     grad_norm: float  # over all ranks, before clipping
     is_stop_wanted: bool  # by any rank
     busy_s: float  # this rank's own work, without waiting for other ranks
+    lane_digest: Tensor | None = None  # of the gradients of this rank's audited lane
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,12 @@ class TrainStep:
         self._keys = ShareKeys(config.train.seed, world.rank, world.device) if model.draws_by_sample else None
         self._bytes_to_sum = model.bytes_to_sum()
         self._busy_s = 0.0
+        self._lane_digest: Tensor | None = None
         # The forward pass changes running statistics. They are restored if the step is dropped.
-        self._trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        named = {name: value for name, value in model.module.named_parameters() if value.requires_grad}
+        self._trained = list(named.values())
+        if guards.faults:
+            guards.faults.check_tensors(list(named))
         self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._buffers = list(model.module.buffers())
         self._before = [buffer.clone() for buffer in self._buffers]
@@ -97,16 +105,23 @@ class TrainStep:
         return self._reducer.lanes_per_rank if self._reducer else 1
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether steps are replayed as CUDA graphs."""
+        return False
+
+    @property
     def exchange(self) -> str:
         """How gradients are exchanged: none, shared memory, or the backend of the process group."""
         if self._world.world_size == 1:
             return "none"
         is_shared = self._reducer.is_shared if self._reducer else self._model.shared is not None
-        return "shared memory" if is_shared else self._world.backend
+        is_short = self._config.parallel.exchange_dtype == "bf16"
+        return "shared memory" if is_shared else self._world.backend + (" as bf16" if is_short else "")
 
     def gradients(self, batch: Batch, step: int, *, wants_stop: bool) -> StepReport:
         """Forward, backward, and the sum over ranks. Collective: the ranks also agree on a stop here."""
         self._busy_s = 0.0
+        self._lane_digest = None
         if self._buffers:
             torch._foreach_copy_(self._before, self._buffers)
         sums, agreed = (self._run_lanes if self._reducer else self._run_share)(batch, step, wants_stop)
@@ -119,12 +134,12 @@ class TrainStep:
             return StepReport(sums, loss, self._model.shared.norm, stop > 0, self._busy_s)
         self.scaler.unscale_(self._optimizer)
         norm = total_norm(self._model.local_gradients())
-        if self._model.strategy == "fsdp" and self._world.world_size > 1:
+        if self._model.is_sharded and self._world.world_size > 1:
             # The norm of sharded gradients needs a collective anyway; the agreement is part of it.
             row = torch.cat([norm.square().to(agreed).reshape(1), agreed, self._model.shard_presence()])
             summed = sum_over_ranks(row, self._world)
             norm_squared, *agreed_values, missing = summed[: 2 + len(agreed)].tolist()
-            norm_value = norm_squared**0.5
+            norm_value = (norm_squared / self._model.copies) ** 0.5
             stop, loss = (value / self._world.world_size for value in agreed_values)
             if missing:
                 self._model.drop_absent(summed[1 + len(agreed) :])
@@ -134,7 +149,7 @@ class TrainStep:
             if any(missing_count):
                 (self._reducer or self._model).drop_absent()
         self._record_waiting()
-        return StepReport(sums, loss, norm_value, stop > 0, self._busy_s)
+        return StepReport(sums, loss, norm_value, stop > 0, self._busy_s, self._lane_digest)
 
     def update(self, step: int, lr: float, report: StepReport) -> None:
         """Change the weights."""
@@ -176,6 +191,11 @@ class TrainStep:
         self.scaler.update()
         self._clear_gradients()
 
+    def new_sums(self) -> HostSums | DeviceSums:
+        """For the sums of an interval of steps."""
+        lanes = self.lanes_per_rank
+        return HostSums(lanes) if self._world.device == "cpu" else DeviceSums(lanes, self._world.device)
+
     def gather(self, sums: Tensor) -> Tensor:
         """The sums of all ranks over some steps, lane by lane in the order of ranks. Collective."""
         if self._model.shared is not None:
@@ -200,7 +220,7 @@ class TrainStep:
     def forget_recordings(self) -> None:
         """Weights or optimizer state were replaced by other tensors. A recorded step refers to the old ones."""
 
-    def _run_share(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
+    def _run_share(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Rows, Tensor]:
         """Run the rank's whole share at once. The strategy sums the gradients over ranks."""
         self.seed(step, self._world.rank)
         part = Part(batch.inputs, batch.labels, self.keys_of(batch, step), loss_scale=batch.loss_scale)
@@ -209,10 +229,11 @@ class TrainStep:
             self.guards.enter("reduce", step + 1)
             agreed = self._model.shared.average(mine)
             self._model.exposed.count(self._bytes_to_sum)
-            return sums[None], agreed
-        return sums[None], mine if self._model.piggybacked_scalars is None else self._model.take_piggybacked_scalars()
+            return self._rows([sums]), agreed
+        mine = mine if self._model.piggybacked_scalars is None else self._model.take_piggybacked_scalars()
+        return self._rows([sums]), mine
 
-    def _run_lanes(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
+    def _run_lanes(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Rows, Tensor]:
         """Run the lanes one after the other, as if each were a rank. The reducer sums them in a fixed tree."""
         assert self._reducer is not None
         lanes = self._reducer.lanes_per_rank
@@ -222,15 +243,58 @@ class TrainStep:
         weight = 1 / self._world.world_size
         share = Part(batch.inputs, batch.labels, self.keys_of(batch, step), weight, batch.loss_scale)
         for lane, part in enumerate(cut(share, lanes), start=first):
-            self.seed(step, lane)
-            self._reducer.begin_lane()
-            sums, mine = self._accumulate_gradients(part, step, wants_stop)
+            sums, mine = self._run_lane(part, step, lane, wants_stop)
             rows.append(sums)
+            if batch.audit is not None and lane - first == batch.audit.lane:
+                self._lane_digest = self._digest_lane(mine)
             self._reducer.end_lane(mine)
         self.guards.enter("reduce", step + 1)
-        return torch.stack(rows), self._reducer.end_step()
+        return self._rows(rows), self._reducer.end_step()
 
-    def _accumulate_gradients(self, share: Part, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
+    def _run_lane(
+        self, part: Part, step: int, lane: int, wants_stop: bool, *, is_audit: bool = False
+    ) -> tuple[Row, Tensor]:
+        assert self._reducer is not None
+        self.seed(step, lane)
+        self._reducer.begin_lane()
+        sums, mine = self._accumulate_gradients(part, step, wants_stop)
+        if self.guards.faults:
+            self.guards.faults.flip_gradients(self._model.module, step + 1, is_audit=is_audit)
+        return sums, mine
+
+    def recompute_lane(self, share: Batch, step: int, rank: int, lane: int) -> Tensor:
+        """The digest of a lane of any rank, computed here from its share. Call it before the update.
+
+        The gradients and statistics of this step stay as they are.
+        """
+        assert self._reducer is not None
+        gradients, counts = [parameter.grad for parameter in self._trained], PlainAttributes(self._model.module)
+        buffers = [buffer.clone() for buffer in self._buffers]
+        keys = None
+        if self._keys is not None:
+            keys = ShareKeys(self._config.train.seed, rank, self._world.device).of(step, len(share.labels))
+        whole = Part(share.inputs, share.labels, keys, 1 / self._world.world_size, share.loss_scale)
+        lanes = self._reducer.lanes_per_rank
+        _, mine = self._run_lane(cut(whole, lanes)[lane], step, rank * lanes + lane, False, is_audit=True)
+        digest = self._digest_lane(mine)
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            parameter.grad = gradient
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, buffers)
+        counts.restore()
+        return digest
+
+    def _digest_lane(self, mine: Tensor) -> Tensor:
+        tensors = [parameter.grad for parameter in self._trained]
+        return digest_tensors([*tensors, *self._buffers, mine[1:]], torch.device(self._world.device))
+
+    def digested_names(self) -> list[str]:
+        """What the numbers of a lane's digest belong to."""
+        module = self._model.module
+        trained = [f"the gradient of {name}" for name, value in module.named_parameters() if value.requires_grad]
+        return [*trained, *(f"the buffer {name}" for name, _ in module.named_buffers()), "the loss"]
+
+    def _accumulate_gradients(self, share: Part, step: int, wants_stop: bool) -> tuple[Row, Tensor]:
         """Forward and backward, microbatch by microbatch.
 
         Returns the sums and this part's piggybacked_scalars: whether to stop, and its mean loss.
@@ -250,8 +314,8 @@ class TrainStep:
             if number == accumulate:
                 mine = tally.piggybacked_scalars(wants_stop)
             self._busy_s += time.perf_counter() - began
-            if self._world.device == "cpu":
-                self._record_waiting()  # the forward pass of a sharded model waits for weights
+            if self._world.device == "cpu" and self._model.is_sharded:
+                self._record_waiting()  # its forward pass waits for weights
             self.guards.enter("backward", step + 1)
             self._backward(objective, mine)
             self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part.labels))
@@ -272,6 +336,9 @@ class TrainStep:
             self._model.finish_backward(objective, mine)
             self._model.exposed.backward_is_over()
             self._model.exposed.count(self._bytes_to_sum)
+
+    def _rows(self, lanes: list[Any]) -> Rows:
+        return lanes if self._world.device == "cpu" else torch.stack(lanes)
 
     def _record_waiting(self) -> None:
         self.guards.phases.waited(*self._model.exposed.take())
@@ -296,47 +363,3 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
     total: Tensor = torch.linalg.vector_norm(norms)
     return total
-
-
-class HostTally:
-    """What a step on a CPU counts: losses, correct answers, samples. The same float64 bits as on a GPU.
-
-    Plain Python numbers: each operation on a tensor, however small, costs as much as a thousand multiplications.
-    """
-
-    def __init__(self) -> None:
-        self._loss, self._correct, self._samples = 0.0, 0, 0
-
-    def add(self, mean_loss: Tensor, correct: Tensor, samples: int) -> None:
-        self._loss += mean_loss.item() * samples
-        self._correct += int(correct.item())
-        self._samples += samples
-
-    def sums(self) -> Tensor:
-        return torch.tensor([self._loss, self._correct, self._samples], dtype=torch.float64)
-
-    def piggybacked_scalars(self, wants_stop: bool) -> Tensor:
-        """What this rank adds to the exchange: whether to stop, and its mean loss."""
-        return torch.tensor([float(wants_stop), self._loss / self._samples])
-
-
-class DeviceTally:
-    """What a step on a GPU counts. The numbers stay on the device, so the host does not wait for them."""
-
-    def __init__(self, device: str) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
-
-    @torch.no_grad()
-    def add(self, mean_loss: Tensor, correct: Tensor, samples: int) -> None:
-        count = torch.full((), samples, dtype=torch.float64, device=self._sums.device)
-        self._sums += torch.stack([mean_loss.double() * count, correct.double(), count])
-
-    def sums(self) -> Tensor:
-        return self._sums
-
-    def mean_loss(self) -> Tensor:
-        return (self._sums[0] / self._sums[2]).float()
-
-    def piggybacked_scalars(self, wants_stop: bool) -> Tensor:
-        loss = self.mean_loss()
-        return torch.stack([torch.full_like(loss, float(wants_stop)), loss])

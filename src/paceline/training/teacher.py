@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,14 @@ from paceline.data.dataset import DatasetInfo
 from paceline.errors import UserError
 from paceline.models.external import published_classes
 from paceline.models.registry import build_model
-from paceline.runs.find import locate_run
+from paceline.runs.catalog import locate_run
 from paceline.settings.schema import Config, ModelConfig
 from paceline.settings.tasks import MULTI_LABEL, SINGLE_LABEL
 from paceline.training.weights_hash import hash_model
+
+if TYPE_CHECKING:
+    from paceline.training.model_record import ModelRecord
+    from paceline.training.reuse import SavedRun
 
 TIMM = "timm:"
 _ANY_SHAPE = (3, 224, 224)
@@ -51,15 +56,27 @@ def open_teacher(name: str) -> Teacher:
         module = build_model(config, _ANY_SHAPE, count).eval()
         mean, std = IMAGENET_MEAN, IMAGENET_STD
         return Teacher(name, module, hash_model(module), SINGLE_LABEL, count, None, None, mean, std)
+    saved = _find(name)
+    module = saved.record.load_model(saved.checkpoint)
+    return _teacher_of(name, saved.record, module, hash_model(module))
+
+
+def _find(name: str) -> SavedRun:
     from paceline.training.reuse import find_saved  # it imports the decoders, which other runs may not need
 
-    saved = find_saved(Path(locate_run(name)), [])
-    record = saved.record
-    module = record.load_model(saved.checkpoint)
+    return find_saved(Path(locate_run(name)), [])
+
+
+def _teacher_of(name: str, record: ModelRecord, module: nn.Module, digest: str) -> Teacher:
     pipeline, info = record.pipeline, record.info
     shape, classes = tuple(pipeline.input_shape), info.classes
-    digest = hash_model(module)
     return Teacher(name, module, digest, info.task, len(classes), classes, shape, pipeline.mean, pipeline.std)
+
+
+def check_recorded_teacher(name: str, info: DatasetInfo, pipeline: Pipeline) -> None:
+    """UserError if the record of a run does not fit this data. Loads no weights."""
+    if name and not name.startswith(TIMM):
+        _require_fitting(_teacher_of(name, _find(name).record, nn.Identity(), ""), info, pipeline)
 
 
 def name_teacher(config: Config) -> Config:

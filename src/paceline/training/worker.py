@@ -48,13 +48,12 @@ from paceline.runs.place import (
 )
 from paceline.runs.stores import local_path
 from paceline.runs.trust import TRUST_FLAG, sign_code
-from paceline.runtime.detect import RankEnvironment, World, build_world
-from paceline.runtime.early_exit import reported_to
-from paceline.runtime.error_file import leave_error_file
+from paceline.runtime.detect import RankEnvironment, World, build_world, identify_job
 from paceline.runtime.group import allow_suspension, process_group
-from paceline.runtime.heap import keep_freed_memory
-from paceline.runtime.job_identity import identify_job
+from paceline.runtime.memory import keep_freed_memory
+from paceline.runtime.this_rank import leave_error_file, reported_to
 from paceline.settings.load import LoadedConfig, to_yaml
+from paceline.settings.schema import SHARDED
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
 from paceline.training.objective import explain_own_code
@@ -77,7 +76,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> Results:
         torch.cuda.set_device(world.device)
     else:
         keep_freed_memory()
-    needs_group = resolve_strategy(config, world.world_size) == "fsdp"
+    needs_group = resolve_strategy(config, world.world_size) in SHARDED
     with ExitStack() as held:
         with process_group(world, environment, needed=needs_group):
             config = require_same_ranks(name_teacher(config), world)
@@ -105,7 +104,7 @@ def _train_with_status(loaded: LoadedConfig, world: World, place: RunPlace, guar
     before = folder.read_status()
 
     def write_failed(reason: str) -> None:
-        if world.is_primary and not folder.stays_over(before):
+        if world.is_primary and not folder.keeps_final_status(before):
             with suppress(OSError, OwnerLost):  # the folder may be lost, or owned by another process
                 folder.write_status("failed", reason=reason)
 
@@ -140,8 +139,7 @@ def _train_with_status(loaded: LoadedConfig, world: World, place: RunPlace, guar
         write_failed(what)
         raise
     if world.is_primary:
-        accuracy = {} if results.test.accuracy is None else {"test_accuracy": results.test.accuracy}
-        folder.write_status("finished", step=results.steps, **accuracy, **describe_console_loss())
+        folder.write_status("finished", step=results.steps, **results.for_status(), **describe_console_loss())
         print_result(results, folder)
     return results
 

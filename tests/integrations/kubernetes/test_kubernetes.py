@@ -210,9 +210,9 @@ class Kubelet:
                 assert item["valueFrom"]["secretKeyRef"]["key"] == RUN_SECRET
                 value = self.secret
             elif value is None:
-                field = item["valueFrom"]["fieldRef"]["fieldPath"]
-                assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-                value = str(index)
+                values = {"metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index)}
+                values["spec.nodeName"] = f"node-{index}"
+                value = values[item["valueFrom"]["fieldRef"]["fieldPath"]]
             variables[item["name"]] = self._local(self._expand(value, variables), mounts)
         words = [*self.container["command"], *self.container["args"]]
         words = [self._local(self._expand(word, variables), mounts) for word in words]

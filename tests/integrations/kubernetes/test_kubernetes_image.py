@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.integrations.kubernetes.job import KubernetesJob
-from paceline.integrations.kubernetes.volumes import DATA_PATH, RUNS_PATH
+from paceline.integrations.kubernetes.values import DATA_PATH, RUNS_PATH
 
 pytestmark = pytest.mark.flows
 

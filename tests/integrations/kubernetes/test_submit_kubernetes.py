@@ -30,7 +30,8 @@ from paceline.launch.gang_messages import Ended, Hello, Outcome, Start, Upload, 
 from paceline.runtime.peers import MalformedMessage, Peer, connect
 from paceline.runtime.secret import RUN_SECRET, NotProved, create_secret
 from paceline.settings.declare import fields_of
-from paceline.settings.fields import find_field
+from paceline.settings.extras import how_to_install
+from paceline.settings.schema import find_field
 
 USER, DATA, PREEMPTED, INTERNAL = 2, 3, 75, 70
 MOST_LINES = 12
@@ -228,7 +229,7 @@ def test_without_the_client_the_extra_is_named(
     monkeypatch.setattr("paceline.integrations.kubernetes.client.importlib.util.find_spec", lambda name: None)
     assert submit(*JOB) == USER
     screen = capsys.readouterr().err
-    assert "pip install 'paceline[kubernetes]'" in screen
+    assert how_to_install("kubernetes") in screen
     assert list(home.iterdir()) == []
 
 
@@ -429,7 +430,8 @@ def test_one_node_needs_no_gang(capsys: pytest.CaptureFixture[str]) -> None:
     _, job = manifest(capsys, *BARE, "--processes-per-node", "2")
     (container,) = pod_of(job)["containers"]
     assert container["command"] == ["python", "-P", "-m", "paceline"]
-    assert not [item for item in container["env"] if item["name"].startswith("PACELINE_")]
+    names = [item["name"] for item in container["env"] if item["name"].startswith("PACELINE_")]
+    assert names == ["PACELINE_MACHINE"]
     assert "successPolicy" not in job["spec"]
 
 
@@ -499,7 +501,7 @@ def test_exit_codes_become_a_failure_policy(capsys: pytest.CaptureFixture[str]) 
     assert rules[0]["action"] == "Ignore"
     assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     by_code = {code: rule["action"] for rule in rules[1:] for code in rule["onExitCodes"]["values"]}
-    assert by_code == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailJob", 7: "FailJob"}
+    assert by_code == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailJob", 7: "FailJob", 8: "FailJob"}
     assert {rule["onExitCodes"]["containerName"] for rule in rules[1:]} == {pod_of(job)["containers"][0]["name"]}
     assert job["spec"]["backoffLimitPerIndex"] == 5
     assert pod_of(job)["restartPolicy"] == "Never"  # the policy covers no other code

@@ -21,5 +21,5 @@ def test_a_flow_without_metaflow_gives_one_screen(name: str, tmp_path: Path) -> 
     answer = command(sys.executable, str(EXAMPLES / name), "run", cwd=tmp_path, env=hidden)
     assert answer.code == EXIT_USER
     assert "Traceback" not in answer.err
-    assert "paceline[metaflow]" in answer.err
+    assert "[metaflow]" in answer.err
     assert len(answer.err.splitlines()) < 10

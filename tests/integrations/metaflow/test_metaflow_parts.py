@@ -32,6 +32,7 @@ from paceline.launch.request import check_loaded
 from paceline.runs.folder import RunFolder
 from paceline.runtime.peers import MalformedMessage, connect
 from paceline.runtime.secret import NotProved, create_secret
+from paceline.settings.extras import how_to_install
 from paceline.settings.load import load_config
 from paceline.training.inject import flip_a_bit
 
@@ -94,7 +95,7 @@ def test_without_timm_its_models_are_refused_with_the_install_command(
         check_request(recipe="shapes-cnn", model_name=model_name)
     assert what in raised.value.screen()
     assert raised.value.hint is not None
-    assert "pip install timm" in raised.value.hint
+    assert raised.value.hint == how_to_install("timm")
 
 
 def test_the_extra_includes_timm() -> None:
@@ -138,7 +139,7 @@ def members(name: str, count: int, timeout_s: float = 20) -> list[Member]:
 def meet(member: Member) -> tuple[Gang, Start]:
     gang = Gang(member)
     try:
-        start = gang.meet(make_plan=lambda nodes: (1, {"of": len(nodes)}))
+        start = gang.join(make_plan=lambda nodes: (1, {"of": len(nodes)}))
     finally:
         gang.close()
     assert start is not None
@@ -183,7 +184,7 @@ def test_a_killed_node_is_lost_at_once(tmp_path: Path) -> None:
     code = (
         "from paceline.integrations.metaflow.node import *\n"
         f"member = member_of({str(tmp_path)!r}, node=1, nodes=2, host='127.0.0.1', timeout_s=20, secret={SECRET!r})\n"
-        "Gang(member).meet(); print('here', flush=True); input()"
+        "Gang(member).join(); print('here', flush=True); input()"
     )
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

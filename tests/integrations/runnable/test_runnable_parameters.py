@@ -14,7 +14,7 @@ from harness.runnable_pipelines import EXAMPLE, TINY, copy_example
 from paceline.errors import UserError
 from paceline.integrations.runnable.parameters import fit_world, make_request, name_parameters, read_parameters
 from paceline.integrations.runnable.start import run_pipeline
-from paceline.runtime.cores import usable_cores
+from paceline.runtime.resources import usable_cores
 from paceline.settings.load import LoadedConfig
 
 pytestmark = pytest.mark.flows
@@ -140,7 +140,7 @@ WRONG = {
     "num_classes: 1": ("num_classes is out of range", "from 2"),
     "exact: maybe": ("exact: 'maybe' is not valid", "true or false"),
     "recipe: synthetic-mpl": ("there is no recipe 'synthetic-mpl'", "paceline train synthetic-mlp"),
-    "dataset: cifar100": ("there is no such data set", "cifar10"),
+    "dataset: cifar11": ("there is no such data set", "cifar10"),
     "model_name: resnet19": ("there is no model of this name", "resnet18"),
     "output_dir: here": ("output_dir is not a parameter", "RUNNABLE_RUN_ID"),
     "resume: auto": ("resume is not a parameter", "RUNNABLE_RETRY_RUN_ID"),

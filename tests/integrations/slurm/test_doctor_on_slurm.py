@@ -29,7 +29,7 @@ def test_a_slow_node_is_named_and_excluded_from_the_next_job(cluster: Cluster, t
     assert [finding["name"] for finding in content["findings"] if finding["status"] == "fail"] == ["pace"]
     assert content["by_name"]["pace"]["what"].startswith("rank 1 on n2 is slow")
     assert content["by_name"]["training"]["details"]["together"] == [KNOWN_HASH] * 3
-    assert content["planted"]["slow"] > 0
+    assert content["injected"]["slow"] > 0
     assert sorted(content["facts"]) == ["n1", "n2", "n3"]  # every node examined itself
     assert (tmp_path / "exclude.txt").read_text() == "n2\n"
     where = cluster.run("sh", "-c", "srun --nodes=2 --exclude=$(cat exclude.txt) hostname", cwd=tmp_path)

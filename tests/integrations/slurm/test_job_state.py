@@ -340,6 +340,27 @@ def test_status_records_the_outcome_of_a_fake_job(
     assert reported(capsys, "status", "run").startswith(f"runs/run: {state}")
 
 
+def test_runs_asks_the_fake_once_for_jobs_that_have_written_nothing(
+    fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After scancel by hand, no other command has seen the end of the job."""
+
+    def state() -> str:
+        return str(json.loads(reported(capsys, "runs", "--json"))[0]["state"])
+
+    make_run(tmp_path / "runs" / "run")
+    fake.answer("squeue", "", err="Unable to contact slurm controller", code=1)
+    assert state() == "submitted"
+    fake.answer("squeue", "4711 4711")  # of the user's queue
+    assert state() == "submitted"
+    assert len(fake.calls("squeue")) == 2
+    fake.answer("squeue", "")
+    fake.answer("squeue", COMPLETED.replace("COMPLETED", "CANCELLED"))
+    assert state() == "cancelled"
+    assert state() == "cancelled"  # it is noted now
+    assert len(fake.calls("squeue")) == 4
+
+
 def test_cancel_while_fake_slurm_is_unreachable(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.integrations.slurm.reasons import explain_reason
+from paceline.integrations.slurm.client import explain_reason
 
 
 @pytest.mark.parametrize(

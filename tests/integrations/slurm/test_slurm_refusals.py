@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.integrations.slurm.refusals import hint_for
+from paceline.integrations.slurm.client import hint_for
 
 
 @pytest.mark.parametrize(

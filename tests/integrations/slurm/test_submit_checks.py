@@ -16,7 +16,7 @@ from paceline.cli.main import main
 from paceline.integrations.slurm import facts as slurm_facts
 from paceline.launch.job import SlurmFlags
 from paceline.settings.declare import fields_of
-from paceline.settings.fields import find_field
+from paceline.settings.schema import find_field
 
 USER = 2
 MOST_LINES = 12

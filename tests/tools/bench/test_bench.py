@@ -19,11 +19,20 @@ from harness.processes import seconds_until_empty, started
 from harness.ranks import make_world, run_ranks
 from paceline.cli.main import main
 from paceline.metrics.ceiling import measure_matmul_flops
+from paceline.metrics.screen import format_flops, format_size, format_time
 from paceline.metrics.timing import Rounds
-from paceline.metrics.units import format_flops, format_size, format_time
 from paceline.runtime.detect import World
 from paceline.settings.schema import Config, DataConfig, ParallelConfig
-from paceline.tools.bench.collectives import OPERATIONS, Exchange, Row, bus_factor, fit_line, measure
+from paceline.tools.bench.collectives import (
+    OPERATIONS,
+    Exchange,
+    Fit,
+    Row,
+    bucket_size_mb,
+    bus_factor,
+    fit_line,
+    measure,
+)
 from paceline.tools.bench.limits import find_link, measure_copy_bandwidth, network_link, read_nvlink, read_pcie
 from paceline.tools.bench.request import parse_sizes
 from paceline.tools.bench.session import judge_step, judge_sums
@@ -95,7 +104,7 @@ def test_the_arithmetic_of_a_step_is_counted(report: dict[str, Any]) -> None:
 
 
 def test_the_report_is_complete_and_stored(folder: Path, report: dict[str, Any]) -> None:
-    parts = ["collectives", "data", "step", "profile", "verdict", "notes"]
+    parts = ["collectives", "data", "pictures", "step", "profile", "verdict", "notes"]
     assert list(report) == ["schema", "time", "paceline", "torch", "recipe", "world", "limits", *parts]
     assert report["world"]["world_size"] == 2
     assert report["world"]["launcher"] == "paceline"
@@ -163,7 +172,7 @@ WRONG = {
     "indivisible": (["--processes", "3"], ["256 is not divisible by 3"]),
     "alone": (["--what=collectives", "--processes=1"], ["collectives need two ranks or more"]),
     "not a number": (["--what=collectives", "--processes=many"], ["processes: 'many'"]),
-    "a flag of nobody": (["--epoch", "2"], ["unknown flag '--epoch'"]),
+    "an unknown flag": (["--epoch", "2"], ["unknown flag '--epoch'"]),
     "json with a value": (["--json=yes"], ["--json takes no value"]),
     "output into nowhere": (["--output=nowhere/bench.json"], ["no such folder"]),
     "profile into a file": ([f"--profile={__file__}"], ["the folder for traces is a file"]),
@@ -332,4 +341,20 @@ def test_the_verdict_names_the_part_with_the_most_time() -> None:
         "try more --num-workers than 3, or pack the pictures once (paceline data pack)"
     )
     on_gpu = judge_step(replace(STEP, flops_per_s=1e9), config, replace(world, device="cuda:0"), cores=8).text
-    assert on_gpu.endswith("try mixed precision (leave out --no-amp), or a larger --global-batch-size")
+    advice = on_gpu.rpartition("; try ")[2]
+    places = [advice.find(option) for option in ("--no-amp", "--compile always", "--global-batch-size")]
+    assert min(places) >= 0
+    assert places == sorted(places)
+
+
+def test_the_bucket_of_which_a_tenth_is_latency() -> None:
+    fits = [Fit("all-gather", 1.0, 1.0), Fit("all-reduce", 1e-3, 2e9)]
+    size_mb = bucket_size_mb(fits, 4)
+    assert size_mb is not None
+    seconds = 1e-3 + size_mb * 2**20 * bus_factor("all-reduce", 4) / 2e9
+    assert 0.09 < 1e-3 / seconds <= 0.1
+    assert bucket_size_mb([Fit("all-reduce", 0.0, 2e9)], 4) == 1
+    assert bucket_size_mb([Fit("all-reduce", 1.0, 2e9)], 4) == 200
+    assert bucket_size_mb([Fit("all-reduce", 1e-3, None)], 4) is None
+    assert bucket_size_mb(fits, 1) is None
+    assert bucket_size_mb([], 4) is None

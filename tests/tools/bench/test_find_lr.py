@@ -50,7 +50,9 @@ def test_the_command_prints_a_table_and_writes_a_page(tmp_path: Path) -> None:
     answer = paceline("find-lr", "shapes-cnn", *flags, cwd=tmp_path)
     assert answer.code == 0, answer.err
     assert answer.out.split()[:3] == ["base_lr", "loss", "smoothed"]
-    assert "learning-rates" in (tmp_path / "rates.html").read_text()
+    page = (tmp_path / "rates.html").read_text()
+    assert "learning-rates" in page
+    assert '"x_log": true' in page or '"x_log":true' in page
     assert [path.name for path in tmp_path.iterdir()] == ["rates.html"]
 
 

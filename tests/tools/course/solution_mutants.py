@@ -14,6 +14,7 @@ from paceline.tools.course.lessons import Lesson
 _OTHER_OPERATOR: dict[type[ast.AST], type[Any]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
     **{ast.Mod: ast.FloorDiv, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is},
+    **{ast.In: ast.NotIn, ast.NotIn: ast.In},
     **{ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Lt: ast.LtE, ast.LtE: ast.Lt},
 }
 _Edit = Callable[[Any], None]  # changes a node in place
@@ -134,8 +135,10 @@ def _find_unbound(node: ast.AST, waiting: set[str]) -> bool:
         parts = [node.iter, node.target, *node.body]
     elif isinstance(node, ast.ListComp):
         parts = [*node.generators, node.elt]
+    elif isinstance(node, ast.DictComp):
+        parts = [*node.generators, node.key, node.value]
     elif isinstance(node, ast.comprehension):
-        parts = [node.iter, node.target]
+        parts = [node.iter, node.target, *node.ifs]
     return any(_find_unbound(part, waiting) for part in parts)
 
 

@@ -85,7 +85,7 @@ def test_a_healthy_machine_passes_within_a_minute(healthy: Path) -> None:
     assert list(found) == NODE + TOGETHER
     content = json.loads(answer.out)
     assert re.fullmatch(r"healthy: \d+ checks passed(, \d warnings?)?, in [\d.]+ s", content["verdict"])
-    assert (content["world_size"], content["launcher"], content["planted"]) == (2, "paceline", {})
+    assert (content["world_size"], content["launcher"], content["injected"]) == (2, "paceline", {})
     assert (content["hosts"], content["exclude"]) == ([socket.gethostname()], [])
     assert found["training"]["details"]["alone"] == found["training"]["details"]["together"] == [KNOWN_HASH] * 2
     assert found["all-reduce"]["status"] == "pass"
@@ -106,7 +106,7 @@ REMEDIES = {
     "shared memory": "--shm-size",
     "run folder": "--output-dir",
     "data folder": "free space",
-    "meeting address": "MASTER_ADDR must name rank 0's node",
+    "rendezvous address": "MASTER_ADDR must name rank 0's node",
     "ports": "another MASTER_PORT",
 }
 
@@ -129,7 +129,7 @@ def test_six_real_faults_are_all_found_with_their_remedies(tmp_path: Path) -> No
     assert "/dev/shm has 4 MB free of 4 MB" in found["shared memory"]["what"]
     assert found["run folder"]["what"].endswith("cannot be written: Permission denied")
     assert "the disk is full, 0 MB are free" in found["data folder"]["what"]
-    assert "no-such-host.invalid does not resolve" in found["meeting address"]["what"]
+    assert "no-such-host.invalid does not resolve" in found["rendezvous address"]["what"]
     assert f"port {port}" in found["ports"]["what"]
     assert found["ranks"]["what"] == "not tried: first of all devices, shared memory"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "theirs"]
@@ -162,7 +162,7 @@ def test_only_a_used_port(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_only_an_unknown_host_name(tmp_path: Path) -> None:
     found = findings_of(paceline("doctor", "--json", "--processes=1", cwd=tmp_path, MASTER_ADDR="nowhere.invalid"))
-    assert failures(found) == ["meeting address"]
+    assert failures(found) == ["rendezvous address"]
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_injected_clock_slow_and_wrong_rank_are_named_with_the_count_of_injectio
     assert found["all-reduce"]["details"]["wrong_ranks"] == found["training"]["details"]["wrong_ranks"] == [1]
     assert found["pace"]["details"]["slow_ranks"] == [1]
     assert all(found[name]["remedy"] for name in failures(found))
-    fault_counts = json.loads(answer.out)["planted"]
+    fault_counts = json.loads(answer.out)["injected"]
     assert sorted(fault_counts) == ["clock", "slow", "wrong"]
     assert min(fault_counts.values()) > 0
 
@@ -237,7 +237,7 @@ def test_a_rank_with_another_version_of_the_code_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_listener_at_the_meeting_place_is_told_from_rank_0(tmp_path: Path) -> None:
+def test_a_listener_at_the_rendezvous_address_is_not_taken_for_rank_0(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts the connection and sends nothing
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
         rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

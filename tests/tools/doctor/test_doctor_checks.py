@@ -22,7 +22,7 @@ from paceline.errors import UserError
 from paceline.runtime.detect import World
 from paceline.tools.bench.collectives import Row
 from paceline.tools.bench.limits import Limit
-from paceline.tools.doctor import report
+from paceline.tools.doctor import rank_report
 from paceline.tools.doctor.disk import Place, check_clock, check_data, check_place, gather_place
 from paceline.tools.doctor.examine import Exam, _gather_all, _no_answer
 from paceline.tools.doctor.exchange import (
@@ -56,8 +56,8 @@ from paceline.tools.doctor.network import (
     Ports,
     check_host_name,
     check_interfaces,
-    check_meeting_name,
     check_ports,
+    check_rendezvous_name,
     gather_ports,
     resolve,
     who_has,
@@ -72,10 +72,8 @@ from paceline.tools.doctor.peers import (
     fewest_to_leave_out,
     probe,
 )
-from paceline.tools.doctor.plant import InjectedFault, InjectedFaults, parse_faults
-from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, _as_lines, assemble, read_lines
-from paceline.tools.doctor.report import Screen
-from paceline.tools.doctor.request import NodeRole
+from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, Screen, _as_lines, assemble, read_lines
+from paceline.tools.doctor.request import InjectedFault, InjectedFaults, NodeRole, parse_faults
 from paceline.tools.doctor.software import Software, Torch, check_devices, check_packages, check_python, check_torch
 
 GB, MB = 2**30, 2**20
@@ -89,7 +87,7 @@ PLACE = Place("runs", "/data", True, True, "", 10**12, 10**6, "ext4", 5e8, 0.001
 PORTS = Ports(True, "", None, None, None, 32768, 60999)
 
 
-def tell(finding: DoctorFinding | None) -> tuple[str, str]:
+def summary(finding: DoctorFinding | None) -> tuple[str, str]:
     """Status and text. A bad finding has a remedy, a good one has none."""
     assert finding is not None
     assert bool(finding.remedy) == (finding.status in ("warn", "fail"))
@@ -110,17 +108,17 @@ def test_packages_are_compared_with_their_declared_ranges(version: str, needs: s
 
 
 def test_without_an_installation_the_ranges_are_unknown() -> None:
-    assert tell(check_packages(replace(SOFTWARE, packages={}, needs={})))[0] == "skip"
+    assert summary(check_packages(replace(SOFTWARE, packages={}, needs={})))[0] == "skip"
 
 
 def test_python_is_compared_with_its_range() -> None:
-    assert tell(check_python(SOFTWARE))[0] == "pass"
-    assert tell(check_python(replace(SOFTWARE, python="3.10.2")))[0] == "fail"
+    assert summary(check_python(SOFTWARE))[0] == "pass"
+    assert summary(check_python(replace(SOFTWARE, python="3.10.2")))[0] == "fail"
 
 
 def test_a_torch_that_cannot_be_imported_is_reported_with_its_own_message() -> None:
-    assert tell(check_torch(TORCH))[0] == "pass"
-    assert tell(check_torch(Torch(error="ImportError: libcudart.so.13"))) == (
+    assert summary(check_torch(TORCH))[0] == "pass"
+    assert summary(check_torch(Torch(error="ImportError: libcudart.so.13"))) == (
         "fail",
         "torch cannot be loaded: ImportError: libcudart.so.13",
     )
@@ -146,34 +144,34 @@ def test_devices_are_compared_with_the_request(
     facts: Torch, device: str, processes: int, status: str, part: str
 ) -> None:
     found = check_devices(facts, device, processes)
-    assert tell(found)[0] == status
+    assert summary(found)[0] == status
     assert part in found.what
 
 
 @pytest.mark.parametrize(("free", "ranks", "status"), [(63, 2, "fail"), (65, 2, "warn"), (256, 2, "pass")])
 def test_shared_memory_grows_with_the_ranks(free: int, ranks: int, status: str) -> None:
     found = check_shared_memory(replace(MEMORY, shm_free_bytes=free * MB), ranks)
-    assert tell(found)[0] == status
+    assert summary(found)[0] == status
     assert status == "pass" or "--shm-size" in found.remedy
 
 
 def test_open_files_memory_and_cores() -> None:
-    assert [tell(check_open_files(replace(MEMORY, open_files=n)))[0] for n in (200, 512, 1024)] == [
+    assert [summary(check_open_files(replace(MEMORY, open_files=n)))[0] for n in (200, 512, 1024)] == [
         "fail",
         "warn",
         "pass",
     ]
     assert check_open_files(replace(MEMORY, open_files=512)).remedy == "ulimit -n 65536"
-    assert tell(check_memory(MEMORY, 8))[0] == "pass"
-    status, what = tell(check_memory(replace(MEMORY, limit_bytes=2 * GB), 8))
+    assert summary(check_memory(MEMORY, 8))[0] == "pass"
+    status, what = summary(check_memory(replace(MEMORY, limit_bytes=2 * GB), 8))
     assert (status, "may use 2.0 GB" in what) == ("warn", True)
-    assert tell(check_cores(CORES, 8))[0] == "pass"
-    assert tell(check_cores(CORES, 9))[0] == "warn"
-    assert tell(check_cores(replace(CORES, quota=1.5), 4)) == (
+    assert summary(check_cores(CORES, 8))[0] == "pass"
+    assert summary(check_cores(CORES, 9))[0] == "warn"
+    assert summary(check_cores(replace(CORES, quota=1.5), 4)) == (
         "warn",
         "8 of 8 cores, but CPU time for only 1.5 of them for 4 ranks",
     )
-    assert tell(check_cores(replace(CORES, omp_num_threads="4"), 4))[0] == "warn"
+    assert summary(check_cores(replace(CORES, omp_num_threads="4"), 4))[0] == "warn"
     assert "2 of 4 NUMA nodes" in check_cores(replace(CORES, numa_nodes=4, numa_used=2), 4).what
 
 
@@ -190,7 +188,7 @@ def test_limits_of_a_container_are_read_from_its_cgroups(tmp_path: Path) -> None
 
 def test_a_folder_is_full_forbidden_slow_or_good() -> None:
     def look(**changes: Any) -> tuple[str, str]:
-        return tell(check_place("run folder", replace(PLACE, **changes), flag="--output-dir"))
+        return summary(check_place("run folder", replace(PLACE, **changes), flag="--output-dir"))
 
     assert look()[0] == "pass"
     assert look(free_bytes=10**6) == ("fail", "runs: the disk is full, 1 MB are free")
@@ -199,8 +197,8 @@ def test_a_folder_is_full_forbidden_slow_or_good() -> None:
     assert look(free_files=3)[0] == "fail"
     assert look(free_bytes=10**9)[0] == "warn"
     assert look(write_bytes_per_s=1e6)[0] == look(fsync_s=3.0)[0] == "warn"
-    assert tell(check_data(replace(PLACE, error="Read-only file system", is_empty=False)))[0] == "pass"
-    assert tell(check_data(replace(PLACE, error="Read-only file system", is_empty=True)))[0] == "fail"
+    assert summary(check_data(replace(PLACE, error="Read-only file system", is_empty=False)))[0] == "pass"
+    assert summary(check_data(replace(PLACE, error="Read-only file system", is_empty=True)))[0] == "fail"
 
 
 def test_a_probe_file_is_written_and_removed(tmp_path: Path) -> None:
@@ -217,25 +215,28 @@ def test_a_probe_file_is_written_and_removed(tmp_path: Path) -> None:
 
 def test_the_clock_is_compared_with_the_disk_and_with_itself() -> None:
     now = 1.8e9
-    assert tell(check_clock(PLACE, now, 0.0))[0] == "pass"
-    assert [tell(check_clock(replace(PLACE, clock_ahead_s=s), now, 0.0))[0] for s in (-100, 5)] == ["fail", "warn"]
+    assert summary(check_clock(PLACE, now, 0.0))[0] == "pass"
+    assert [summary(check_clock(replace(PLACE, clock_ahead_s=s), now, 0.0))[0] for s in (-100, 5)] == [
+        "fail",
+        "warn",
+    ]
     assert "100.0 s ahead of the clock of the disk" in check_clock(replace(PLACE, clock_ahead_s=-100), now, 0.0).what
-    assert tell(check_clock(replace(PLACE, clock_ahead_s=None), now, 0.0))[0] == "pass"
-    assert tell(check_clock(PLACE, 1e9, 0.0)) == ("fail", "the clock is years behind")
-    assert tell(check_clock(PLACE, now, 30.0))[0] == "fail"
+    assert summary(check_clock(replace(PLACE, clock_ahead_s=None), now, 0.0))[0] == "pass"
+    assert summary(check_clock(PLACE, 1e9, 0.0)) == ("fail", "the clock is years behind")
+    assert summary(check_clock(PLACE, now, 30.0))[0] == "fail"
 
 
 def test_names() -> None:
     alone, several = NodeRole(), NodeRole(num_nodes=2)
     good = Names("n1", ("10.0.0.1",), "", 0.0)
-    assert tell(check_host_name(good, several))[0] == "pass"
-    assert tell(check_host_name(replace(good, addresses=(), error="not known"), alone))[0] == "fail"
+    assert summary(check_host_name(good, several))[0] == "pass"
+    assert summary(check_host_name(replace(good, addresses=(), error="not known"), alone))[0] == "fail"
     local = replace(good, addresses=("127.0.1.1",))
     assert [check_host_name(local, around).status for around in (alone, several)] == ["pass", "fail"]
-    assert tell(check_host_name(replace(good, lookup_s=3.0), alone))[0] == "warn"
-    assert check_meeting_name(good) is None
-    lost = replace(good, meets_at="nowhere", meeting_error="not known")
-    assert tell(check_meeting_name(lost)) == ("fail", "MASTER_ADDR nowhere does not resolve: not known")
+    assert summary(check_host_name(replace(good, lookup_s=3.0), alone))[0] == "warn"
+    assert check_rendezvous_name(good) is None
+    lost = replace(good, rendezvous_at="nowhere", rendezvous_error="not known")
+    assert summary(check_rendezvous_name(lost)) == ("fail", "MASTER_ADDR nowhere does not resolve: not known")
     assert resolve("no-such-host.invalid")[0] == ()
 
 
@@ -246,19 +247,19 @@ def test_a_used_port_names_the_process() -> None:
         assert holder is not None
         assert holder.startswith("process ")
         found = check_ports(gather_ports("127.0.0.1", port))
-        status, what = tell(found)
+        status, what = summary(found)
         assert status == "fail"
         assert f"port {port}" in what
         assert holder in what
     assert who_has(port) is None
-    assert tell(check_ports(replace(PORTS, is_open_here=False, error="timed out")))[0] == "fail"
-    assert tell(check_ports(replace(PORTS, default_taken_by="process 1 (python)")))[0] == "warn"
-    assert tell(check_ports(replace(PORTS, last=32800)))[0] == "warn"
+    assert summary(check_ports(replace(PORTS, is_open_here=False, error="timed out")))[0] == "fail"
+    assert summary(check_ports(replace(PORTS, default_taken_by="process 1 (python)")))[0] == "warn"
+    assert summary(check_ports(replace(PORTS, last=32800)))[0] == "warn"
 
 
 def test_a_chosen_interface_must_exist() -> None:
     network = Network((Interface("lo", "127.0.0.1", 65536, True), Interface("eth0", "10.0.0.1", 9000, True)), {})
-    assert tell(check_interfaces(network)) == ("pass", "eth0 10.0.0.1 (MTU 9000)")
+    assert summary(check_interfaces(network)) == ("pass", "eth0 10.0.0.1 (MTU 9000)")
     for variable, value, status in (
         ("GLOO_SOCKET_IFNAME", "eth0", "pass"),
         ("GLOO_SOCKET_IFNAME", "eth", "fail"),
@@ -266,7 +267,7 @@ def test_a_chosen_interface_must_exist() -> None:
         ("NCCL_SOCKET_IFNAME", "=eth", "fail"),
         ("NCCL_SOCKET_IFNAME", "^docker", "pass"),
     ):
-        assert tell(check_interfaces(replace(network, chosen={variable: value})))[0] == status, (variable, value)
+        assert summary(check_interfaces(replace(network, chosen={variable: value})))[0] == status, (variable, value)
 
 
 def test_missing_facts_delay_only_until_their_deadline() -> None:
@@ -277,7 +278,7 @@ def test_missing_facts_delay_only_until_their_deadline() -> None:
     answers = _gather_all([slow, quick, broken])
     never.set()
     assert isinstance(answers[1], Cores)
-    assert tell(_no_answer(slow, answers[0])) == ("fail", "no answer within 0.05 s")
+    assert summary(_no_answer(slow, answers[0])) == ("fail", "no answer within 0.05 s")
     assert "ZeroDivisionError" in _no_answer(broken, answers[2]).what
 
 
@@ -292,12 +293,12 @@ def identity(host: str, torch: str = "2.13", mtu: int = 1500) -> dict[str, Any]:
 
 def test_a_different_version_or_mtu_is_named() -> None:
     alike = [identity("n1"), identity("n2"), identity("n3")]
-    assert tell(check_versions(alike))[0] == tell(check_mtu(alike))[0] == "pass"
+    assert summary(check_versions(alike))[0] == summary(check_mtu(alike))[0] == "pass"
     odd = check_versions([alike[0], identity("n2", torch="2.11"), alike[2]])
-    assert tell(odd) == ("fail", "torch 2.11 at rank 1 on n2, 2.13 at the others")
+    assert summary(odd) == ("fail", "torch 2.11 at rank 1 on n2, 2.13 at the others")
     assert odd.nodes == ("n2",)
     jumbo = check_mtu([alike[0], alike[1], identity("n3", mtu=9000)])
-    assert (tell(jumbo)[0], jumbo.nodes) == ("warn", ("n3",))
+    assert (summary(jumbo)[0], jumbo.nodes) == ("warn", ("n3",))
 
 
 def probes(ranks: int, shut: set[tuple[int, int]] = frozenset(), ahead: dict[int, float] | None = None) -> Any:  # type: ignore[assignment]
@@ -309,9 +310,9 @@ def probes(ranks: int, shut: set[tuple[int, int]] = frozenset(), ahead: dict[int
 
 
 def test_blocked_connections_exclude_as_few_nodes_as_possible() -> None:
-    assert tell(check_reach(probes(4), HOSTS))[0] == "pass"
+    assert summary(check_reach(probes(4), HOSTS))[0] == "pass"
     one = check_reach(probes(4, {(0, 2), (2, 0)}), HOSTS)
-    assert tell(one)[0] == "fail"
+    assert summary(one)[0] == "fail"
     assert "2 of 12" in one.what
     assert "rank 0 on n1 does not reach rank 2 on n2 (timed out)" in one.what
     assert one.nodes == ("n2",)
@@ -320,14 +321,14 @@ def test_blocked_connections_exclude_as_few_nodes_as_possible() -> None:
 
 
 def test_a_wrong_clock_is_named() -> None:
-    assert tell(check_clocks(probes(4), HOSTS))[0] == "pass"
+    assert summary(check_clocks(probes(4), HOSTS))[0] == "pass"
     late = check_clocks(probes(4, ahead={2: -100.0}), HOSTS)
-    assert tell(late) == ("fail", "the clock of rank 2 on n2 is 100.0 s behind the others")
+    assert summary(late) == ("fail", "the clock of rank 2 on n2 is 100.0 s behind the others")
     assert late.nodes == ("n2",)
-    assert tell(check_clocks(probes(2, ahead={1: 5.0}), HOSTS[:2]))[0] == "warn"
+    assert summary(check_clocks(probes(2, ahead={1: 5.0}), HOSTS[:2]))[0] == "warn"
     # Rank 0 is wrong: it sees all other clocks as wrong.
     first = check_clocks(probes(4, ahead={1: 50.0, 2: 50.0, 3: 50.0}), ["n0", "n1", "n2", "n3"])
-    assert (tell(first)[1], first.nodes) == ("the clock of rank 0 on n0 is 50.0 s behind the others", ("n0",))
+    assert (summary(first)[1], first.nodes) == ("the clock of rank 0 on n0 is 50.0 s behind the others", ("n0",))
 
 
 def test_a_probe_reads_the_other_clock_and_sends_large_messages() -> None:
@@ -345,7 +346,7 @@ def test_a_probe_reads_the_other_clock_and_sends_large_messages() -> None:
 def test_the_wrong_rank_is_named_by_itself_or_by_all_its_receivers() -> None:
     good = [Sums(True, True)] * 3
     right = [{b: (True, 0.001) for b in range(3) if b != a} for a in range(3)]
-    assert tell(check_sums(good, right, ["a", "b", "c"]))[0] == "pass"
+    assert summary(check_sums(good, right, ["a", "b", "c"]))[0] == "pass"
     own = check_sums([Sums(True, False), Sums(False, False), Sums(True, False)], right, ["a", "b", "c"])
     assert (own.status, own.nodes, own.details["wrong_ranks"]) == ("fail", ("b",), [1])
     sends_wrong = [{**row, 1: (False, 0.001)} if rank != 1 else row for rank, row in enumerate(right)]
@@ -361,7 +362,7 @@ def test_the_wrong_rank_is_named_by_itself_or_by_all_its_receivers() -> None:
 
 
 def test_the_slow_rank_is_named() -> None:
-    assert tell(check_pace([1.0, 1.2, 1.1], ["a", "b", "c"]))[0] == tell(check_pace([1.0], ["a"]))[0] == "pass"
+    assert summary(check_pace([1.0, 1.2, 1.1], ["a", "b", "c"]))[0] == summary(check_pace([1.0], ["a"]))[0] == "pass"
     slow = check_pace([1.0, 3.0], ["a", "b"])
     assert (slow.status, slow.nodes, slow.what) == (
         "fail",
@@ -377,7 +378,7 @@ def test_speed_is_measured_on_one_thread_and_the_threads_are_restored() -> None:
     seen: set[int] = set()
 
     class Watched(InjectedFaults):
-        def burn(self, seconds: float) -> None:
+        def slow_down(self, seconds: float) -> None:
             seen.add(torch.get_num_threads())
 
     before = torch.get_num_threads()
@@ -394,7 +395,7 @@ def test_a_slow_link_counts_if_both_ends_measure_it() -> None:
         return [{b: (True, 0.05 if (a, b) in slow else 0.001) for b in range(4) if b != a} for a in range(4)]
 
     hosts = ["a", "b", "c", "d"]
-    assert tell(check_pairs(pairs(set()), hosts))[0] == tell(check_pairs(pairs({(1, 3)}), hosts))[0] == "pass"
+    assert summary(check_pairs(pairs(set()), hosts))[0] == summary(check_pairs(pairs({(1, 3)}), hosts))[0] == "pass"
     assert check_pairs(pairs({(1, 3), (3, 1)}), hosts).nodes == ("b", "d")
 
 
@@ -403,16 +404,16 @@ def test_links_are_compared_with_their_limit() -> None:
         return Row("all-reduce", 4096, 3, seconds, seconds, bandwidth, bandwidth, is_right)
 
     nominal = Limit(10e9, "NVLink")
-    assert tell(check_links([row(5e9)], [], nominal))[0] == "pass"
-    assert tell(check_links([row(1e9)], [], nominal))[0] == "warn"
-    assert tell(check_links([row(1e9)], [], replace(nominal, is_measured=True)))[0] == "pass"
-    assert tell(check_links([row(5e9, seconds=0.5)], [], None))[0] == "warn"
-    assert tell(check_links([row(5e9, is_right=False)], [], nominal))[0] == "fail"
+    assert summary(check_links([row(5e9)], [], nominal))[0] == "pass"
+    assert summary(check_links([row(1e9)], [], nominal))[0] == "warn"
+    assert summary(check_links([row(1e9)], [], replace(nominal, is_measured=True)))[0] == "pass"
+    assert summary(check_links([row(5e9, seconds=0.5)], [], None))[0] == "warn"
+    assert summary(check_links([row(5e9, is_right=False)], [], nominal))[0] == "fail"
 
 
 def test_training_is_checked_alone_and_together() -> None:
     hosts = ["a", "b"]
-    assert tell(check_training(["x", "x"], ["x", "x"], "x", hosts))[0] == "pass"
+    assert summary(check_training(["x", "x"], ["x", "x"], "x", hosts))[0] == "pass"
     wrong = check_training(["x", "y"], ["z", "z"], "x", hosts)
     assert (wrong.nodes, wrong.details["wrong_ranks"]) == (("b",), [1])
     astray = check_training(["x", "x"], ["x", "z"], "x", hosts)
@@ -579,16 +580,16 @@ def test_symbols_if_the_terminal_supports_them_and_words_otherwise(monkeypatch: 
 def test_the_report_contains_no_secrets_and_no_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("PACELINE_API_TOKEN", "tell-nobody")
-    monkeypatch.setenv("PACELINE_RUN_SECRET", "tell-nobody")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tell-nobody")
+    monkeypatch.setenv("PACELINE_API_TOKEN", "a-secret-value")
+    monkeypatch.setenv("PACELINE_RUN_SECRET", "a-secret-value")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-value")
     findings = [failed("run folder", "/home/somebody/runs | cannot be written", "chmod")]
-    text = report.write_markdown(Examination(findings, ["n1"], 2, "paceline", {"n1": {"at": "/home/somebody/x"}}))
+    text = rank_report.write_markdown(Examination(findings, ["n1"], 2, "paceline", {"n1": {"at": "/home/somebody/x"}}))
     assert "somebody" not in text
-    assert "tell-nobody" not in text
+    assert "a-secret-value" not in text
     assert '"NCCL_DEBUG": "INFO"' in text
     assert "| fail | run folder | ~/runs \\| cannot be written | chmod |" in text
-    content = report.to_json(Examination(findings, ["n1"], 2, "paceline"))
+    content = rank_report.to_json(Examination(findings, ["n1"], 2, "paceline"))
     assert json.loads(json.dumps(content)) == content
     assert content["healthy"] is False
 

@@ -10,7 +10,7 @@ import torch
 
 from harness.cli import paceline
 from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone
-from paceline.tools.doctor.plant import InjectedFaults
+from paceline.tools.doctor.request import InjectedFaults
 
 pytestmark = [
     pytest.mark.gpu,

@@ -31,10 +31,12 @@ from paceline.data.array_folder import (
     samples_file,
 )
 from paceline.data.dataset import Dataset, DatasetInfo, LoadedData, ResidentDataset
+from paceline.data.targets import as_targets
 from paceline.errors import DataError, UserError
 from paceline.runs.drafts import abandoned_drafts, draft_of
 from paceline.runs.folder import flush, write_json
 from paceline.settings.schema import DataConfig
+from paceline.settings.tasks import SINGLE_LABEL
 
 _CHUNK_BYTES = 32_000_000
 _DIGEST_BYTES = 8
@@ -47,15 +49,21 @@ def describe(config: DataConfig, seed: int) -> DatasetInfo:
 def load(config: DataConfig, seed: int) -> LoadedData:
     folder = Path(config.data_dir)
     header = read_header(folder)
-    parts = {name: _map_part(folder, name, part, len(header.classes)) for name, part in header.parts.items()}
-    info = describe_parts(parts, header.classes, ARRAYS)
+    parts = {name: _map_part(folder, name, part, header) for name, part in header.parts.items()}
+    info = describe_parts(parts, header.classes, ARRAYS, header.task)
     return LoadedData(replace(info, folders=header.origins), **parts)
 
 
-def _map_part(folder: Path, name: str, about: ArrayPart, num_classes: int) -> Dataset:
-    samples = _map(folder / samples_file(name), about.shape, about.dtype)
+def _map_part(folder: Path, name: str, about: ArrayPart, header: ArrayHeader) -> Dataset:
+    samples, columns = _map(folder / samples_file(name), about.shape, about.dtype), len(header.classes)
+    if header.task != SINGLE_LABEL:
+        targets = _map(folder / labels_file(name), (about.shape[0], columns), "float32")
+        try:
+            return ResidentDataset(samples, as_targets(targets, header.task))
+        except UserError as error:
+            raise _damaged(folder / labels_file(name), error.got) from error
     labels = _map(folder / labels_file(name), about.shape[:1], "int64")
-    if int(labels.min()) < 0 or int(labels.max()) >= num_classes:
+    if int(labels.min()) < 0 or int(labels.max()) >= columns:
         raise _damaged(folder / labels_file(name), f"labels from {int(labels.min())} to {int(labels.max())}")
     return ResidentDataset(samples, labels)
 
@@ -95,7 +103,7 @@ def _damaged(path: Path, got: object) -> DataError:
 def header_of(data: LoadedData, *, is_test_held_out: bool) -> ArrayHeader:
     dtype = "float32" if data.info.is_float else "uint8"
     parts = {name: ArrayPart((len(part), *data.info.sample_shape), dtype) for name, part in data.parts()}
-    return ArrayHeader(data.info.classes, parts, is_test_held_out)
+    return ArrayHeader(data.info.classes, parts, is_test_held_out, data.info.task)
 
 
 def write_header(folder: Path, header: ArrayHeader) -> None:
@@ -118,7 +126,7 @@ def write_arrays(data: LoadedData, header: ArrayHeader, parent: Path) -> Path:
             with (draft / samples_file(name)).open("xb") as file:
                 _write_samples(file, part, name, header.parts[name], digest)
             with (draft / labels_file(name)).open("xb") as file:
-                _write_array_header(file, (len(part),), "int64")
+                _write_array_header(file, tuple(part.labels.shape), str(part.labels.dtype).removeprefix("torch."))
                 _write(file, part.labels, digest)
         write_header(draft, header)
         target = parent / digest.hexdigest()

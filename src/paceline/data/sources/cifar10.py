@@ -85,7 +85,8 @@ def _fetch(folder: Path, data_dir: Path) -> None:
                     algorithm="md5",
                     what="CIFAR-10",
                 )
-                _unpack(archive, folder, missing)
+                size = RECORDS_PER_FILE * RECORD_BYTES
+                unpack(archive, folder, [f"{FOLDER}/{name}" for name in missing], size)
     except DataError as error:
         if pickled := find_pickled_cifar10(data_dir):
             raise _incomplete(pickled, error) from error
@@ -94,13 +95,13 @@ def _fetch(folder: Path, data_dir: Path) -> None:
         raise DataError("could not put CIFAR-10 in place", where=str(folder), got=error) from error
 
 
-def _unpack(archive: Path, folder: Path, wanted: list[str]) -> None:
-    """Extract only the wanted members into a temporary folder, then move them into place."""
+def unpack(archive: Path, folder: Path, wanted: list[str], size_bytes: int | None = None) -> None:
+    """Extract only the wanted members into a temporary folder, then move them into place. Also used by CIFAR-100."""
     with tempfile.TemporaryDirectory(prefix=".unpack-", dir=folder.parent) as name:
         try:
             with tarfile.open(archive) as tar:
-                for file in wanted:
-                    tar.extract(_member(tar, file), name, filter="data")
+                for member in wanted:
+                    tar.extract(_member(tar, member, size_bytes), name, filter="data")
         except (tarfile.TarError, KeyError, EOFError, OSError, zlib.error) as error:
             raise DataError(
                 "this archive cannot be unpacked",
@@ -109,15 +110,14 @@ def _unpack(archive: Path, folder: Path, wanted: list[str]) -> None:
                 hint="delete it and it will be downloaded again",
             ) from error
         folder.mkdir(exist_ok=True)
-        for file in wanted:
-            (Path(name) / FOLDER / file).replace(folder / file)
+        for member in wanted:
+            (Path(name) / member).replace(folder / Path(member).name)
 
 
-def _member(tar: tarfile.TarFile, file: str) -> tarfile.TarInfo:
-    member = tar.getmember(f"{FOLDER}/{file}")
-    expected = RECORDS_PER_FILE * RECORD_BYTES
-    if not member.isfile() or member.size != expected:
-        raise tarfile.TarError(f"{member.name} is not a file of {expected} bytes")
+def _member(tar: tarfile.TarFile, name: str, size_bytes: int | None) -> tarfile.TarInfo:
+    member = tar.getmember(name)
+    if not member.isfile() or size_bytes not in (None, member.size):
+        raise tarfile.TarError(f"{name} is not a file" + (f" of {size_bytes} bytes" if size_bytes else ""))
     return member
 
 
@@ -151,29 +151,37 @@ def _records(path: Path) -> NDArray[np.uint8]:
 
 def read_pickled_records(path: Path) -> NDArray[np.uint8]:
     """The records of a pickled file, in the layout of the binary file."""
-    most_bytes = RECORDS_PER_FILE * _MOST_PICKLED_BYTES_PER_RECORD + 2**16
+    labels, pixels = read_pickled(path, RECORDS_PER_FILE, "labels", len(CLASSES), "CIFAR-10")
+    return np.column_stack([np.array(labels, dtype=np.uint8), pixels])
+
+
+def read_pickled(path: Path, count: int, key: str, num_classes: int, name: str) -> tuple[list[int], NDArray[np.uint8]]:
+    """Labels and pixels [count, 3072] of a pickled file. Also used by CIFAR-100."""
+    most_bytes = count * _MOST_PICKLED_BYTES_PER_RECORD + 2**16
     try:
         content = read_pickle(path, most_bytes)
-        if not isinstance(content, dict) or "data" not in content or "labels" not in content:
-            raise UnreadablePickle("no dictionary with data and labels")
-        pixels = array_of_bytes(content["data"], (RECORDS_PER_FILE, RECORD_BYTES - 1))
-        labels = content["labels"]
-        if not isinstance(labels, list) or len(labels) != RECORDS_PER_FILE:
-            count = f"{len(labels):,}" if isinstance(labels, list) else "no list of"
-            raise UnreadablePickle(f"{count} labels for {RECORDS_PER_FILE:,} pictures")
-        if not all(type(label) is int and 0 <= label <= 255 for label in labels):
-            raise UnreadablePickle("labels that are not numbers from 0 to 255")
+        if not isinstance(content, dict) or "data" not in content or key not in content:
+            raise UnreadablePickle(f"no dictionary with data and {key}")
+        pixels = array_of_bytes(content["data"], (count, RECORD_BYTES - 1))
+        labels = content[key]
+        if not isinstance(labels, list) or len(labels) != count:
+            found = f"{len(labels):,}" if isinstance(labels, list) else "no list of"
+            raise UnreadablePickle(f"{found} labels for {count:,} pictures")
+        for number, label in enumerate(labels):
+            if type(label) is not int or not 0 <= label < num_classes:
+                got = f"label {label} in record {number}" if type(label) is int else "labels that are not numbers"
+                raise UnreadablePickle(f"{got}, not from 0 to {num_classes - 1}")
     except OSError as error:
-        raise DataError("this CIFAR-10 file cannot be read", where=str(path), got=error.strerror) from error
+        raise DataError(f"this {name} file cannot be read", where=str(path), got=error.strerror) from error
     except UnreadablePickle as error:
         raise DataError(
-            "this CIFAR-10 file is damaged, or holds something other than data",
+            f"this {name} file is damaged, or holds something other than data",
             where=str(path),
             got=str(error),
             allowed="plain data and arrays, like torchvision's files; nothing in a file is executed",
-            hint=f"remove {path.parent}; the binary version of CIFAR-10 is then downloaded, with its checksum",
+            hint=f"remove {path.parent}; {name} is then downloaded, with its checksum",
         ) from error
-    return _with_known_labels(np.column_stack([np.array(labels, dtype=np.uint8), pixels]), path)
+    return labels, pixels
 
 
 def _with_known_labels(records: NDArray[np.uint8], path: Path) -> NDArray[np.uint8]:

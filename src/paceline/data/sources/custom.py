@@ -17,8 +17,7 @@ from paceline.data.adapt import adapt_parts, parts_of
 from paceline.data.dataset import DatasetInfo, LoadedData
 from paceline.data.reference import resolve_reference
 from paceline.errors import PacelineError, UserError, text_of
-from paceline.runs.local_code import local_modules_compiled
-from paceline.runs.user_code import process_kept
+from paceline.runs.local_code import local_modules_compiled, process_kept
 from paceline.settings.schema import DataConfig
 
 

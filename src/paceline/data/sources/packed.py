@@ -1,9 +1,9 @@
-"""Pictures that `paceline data pack` has packed: mapped into memory, gathered by number. Nothing is decoded.
+"""Pictures that `paceline data pack` has packed. Encoded ones are decoded as those of a folder (`data/encoded.py`).
 
-The kernel keeps one copy of a shard's pages for all ranks of a node and drops them when memory is short, so a set may
-be larger than memory. Before a batch is gathered, madvise announces all its pictures to the kernel, which then reads
-them in parallel, each in one request. From time to time a rank releases its mapped pages. Otherwise its resident
-memory would grow with the data set.
+Pixels are mapped into memory and gathered by number. Nothing is decoded. The kernel keeps one copy of a shard's pages
+for all ranks of a node and drops them when memory is short, so a set may be larger than memory. Before a batch is
+gathered, madvise announces all its pictures to the kernel, which then reads them in parallel, each in one request. From
+time to time a rank releases its mapped pages. Otherwise its resident memory would grow with the data set.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from paceline.data.dataset import DatasetInfo, LoadedData
-from paceline.data.pack_format import Packed, Shard, open_packed
+from paceline.data.pack_format import Packed, Shard, open_packed, picture_side
+from paceline.data.packed_pictures import PackedPictures
 from paceline.data.picture_set import labels_of, picture_info
 from paceline.errors import DataError
+from paceline.settings.resolution import largest_size
 from paceline.settings.schema import DataConfig
 
 _MOST_MAPPED_BYTES = 256 * 2**20  # a rank with more mapped pages releases them
@@ -100,14 +102,24 @@ def _as_rows(mapped: mmap.mmap, picture_bytes: int) -> Tensor:
 
 
 def describe(config: DataConfig, seed: int) -> DatasetInfo:
-    return _info(open_packed(Path(config.data_dir)))
+    return _info(open_packed(Path(config.data_dir)), config)
 
 
 def load(config: DataConfig, seed: int) -> LoadedData:
     folder = Path(config.data_dir)
     packed = open_packed(folder)
-    return LoadedData(_info(packed), **{part: PackedDataset(folder, packed, part) for part in packed.parts})
+    info = _info(packed, config)
+    if packed.encoding is None:
+        return LoadedData(info, **{part: PackedDataset(folder, packed, part) for part in packed.parts})
+    from paceline.data.encoded import encoded_dataset  # imports Pillow, which pixels do not need
+
+    parts = {}
+    for part in packed.parts:
+        pictures, labels = PackedPictures(folder, packed, part), labels_of(packed.per_class[part])
+        parts[part] = encoded_dataset(pictures, labels, info.sample_shape[-1], config)
+    return LoadedData(info, **parts)
 
 
-def _info(packed: Packed) -> DatasetInfo:
-    return picture_info(packed.classes, {part: packed.num_pictures(part) for part in packed.parts}, packed.side)
+def _info(packed: Packed, config: DataConfig) -> DatasetInfo:
+    sizes = {part: packed.num_pictures(part) for part in packed.parts}
+    return picture_info(packed.classes, sizes, packed.side or picture_side(largest_size(config)))

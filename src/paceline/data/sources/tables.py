@@ -9,26 +9,15 @@ import torch
 from torch import Tensor
 
 from paceline.data.dataset import DatasetInfo, LoadedData
+from paceline.data.encoded import EncodedDataset, encoded_dataset
 from paceline.data.pack_format import picture_side
-from paceline.data.picture_folder import Part
+from paceline.data.picture_files import PictureFiles
 from paceline.data.picture_set import picture_info
 from paceline.data.picture_table import Listed, PictureTable, read_tables
-from paceline.data.sources.folder import FolderDataset
 from paceline.errors import DataError
+from paceline.settings.resolution import largest_size
 from paceline.settings.schema import DataConfig
 from paceline.settings.tasks import REGRESSION, SINGLE_LABEL
-
-
-class TableDataset(FolderDataset):
-    """Pictures of one part. `sample_weights`: for weighted sampling; None without a column weight."""
-
-    def __init__(self, table: PictureTable, part: str, side: int, config: DataConfig) -> None:
-        listed = table.parts[part]
-        labels = _labels(listed, table.classes, config.task)
-        files = Part([item.path for item in listed], [], table.files[part])
-        super().__init__(table.root, files, side, config.num_workers, config.unreadable, labels=labels)
-        self.if_slow = f"more --num-workers than {config.num_workers}"
-        self.sample_weights = _weights(listed)
 
 
 def describe(config: DataConfig, seed: int) -> DatasetInfo:
@@ -38,13 +27,23 @@ def describe(config: DataConfig, seed: int) -> DatasetInfo:
 def load(config: DataConfig, seed: int) -> LoadedData:
     table = read_tables(Path(config.data_dir), config.task)
     info = _info(table, config)
-    side = info.sample_shape[-1]
-    return LoadedData(info, **{part: TableDataset(table, part, side, config) for part in table.parts})
+    return LoadedData(info, **{part: _dataset(table, part, info, config) for part in table.parts})
+
+
+def _dataset(table: PictureTable, part: str, info: DatasetInfo, config: DataConfig) -> EncodedDataset:
+    listed = table.parts[part]
+    return encoded_dataset(
+        PictureFiles(table.root, [item.path for item in listed]),
+        _labels(listed, table.classes, config.task),
+        info.sample_shape[-1],
+        config,
+        sample_weights=_weights(listed),
+    )
 
 
 def _info(table: PictureTable, config: DataConfig) -> DatasetInfo:
     sizes = {part: len(listed) for part, listed in table.parts.items()}
-    info = picture_info(table.classes, sizes, picture_side(config.image_size), table.files)
+    info = picture_info(table.classes, sizes, picture_side(largest_size(config)), table.files)
     return replace(info, name="csv", task=config.task)
 
 

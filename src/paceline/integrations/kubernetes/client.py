@@ -16,14 +16,14 @@ from functools import cached_property
 from typing import Any
 
 from paceline.errors import PacelineError, UserError
-from paceline.integrations.kubernetes.access import NAME_LABEL, build_secret
 from paceline.integrations.kubernetes.job import REPLICATED_JOB, KubernetesJob
 from paceline.integrations.kubernetes.manifest import build_objects
 from paceline.integrations.kubernetes.state import PodView, read_job_state, read_pods, sort_events
-from paceline.integrations.kubernetes.template import CONTAINER
+from paceline.integrations.kubernetes.template import CONTAINER, NAME_LABEL, build_secret
 from paceline.integrations.slurm.client import JobState
 from paceline.launch.job_record import JobRecord
 from paceline.runtime.secret import create_secret
+from paceline.settings.extras import how_to_install
 
 _TIMEOUT_S = (5, 20)  # to connect, and between two reads
 _KINDS = {  # group, version, plural
@@ -221,7 +221,7 @@ def require_client() -> None:
     if importlib.util.find_spec("kubernetes") is None:
         raise UserError(
             "the Kubernetes client is not installed",
-            hint="pip install 'paceline[kubernetes]'; --dry-run | kubectl apply -f - needs none",
+            hint=f"{how_to_install('kubernetes')}; --dry-run | kubectl apply -f - needs none",
         )
 
 

@@ -17,14 +17,19 @@ from paceline.integrations.kubernetes.values import (
     NODE_TAINTS,
     PodUser,
     Toleration,
+    Volume,
     check_pairs,
+    check_volumes,
     in_bytes,
     name_parser,
     parse_capability,
+    parse_data,
     parse_gpu_resource,
     parse_image,
+    parse_mount,
     parse_pair,
     parse_resource,
+    parse_runs,
     parse_size,
     parse_toleration,
     parse_user,
@@ -32,13 +37,6 @@ from paceline.integrations.kubernetes.values import (
     parse_word,
     refuse_repeated,
     require_job_name,
-)
-from paceline.integrations.kubernetes.volumes import (
-    Volume,
-    check_volumes,
-    parse_data,
-    parse_mount,
-    parse_runs,
 )
 from paceline.launch.job import parse_time_s
 from paceline.settings.declare import Arg, Range

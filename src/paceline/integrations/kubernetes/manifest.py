@@ -11,18 +11,21 @@ from typing import Any
 
 import paceline
 from paceline.errors import EXIT_PREEMPTED
-from paceline.integrations.kubernetes.access import (
+from paceline.integrations.kubernetes.job import REPLICATED_JOB, KubernetesJob
+from paceline.integrations.kubernetes.template import (
+    CONTAINER,
     NAME_LABEL,
     about_secret,
+    build_pod,
+    files_name,
     keep_token_out,
     metadata,
     needs_service_account,
     network_policy,
+    pod_metadata,
     secret_name,
     service_account,
 )
-from paceline.integrations.kubernetes.job import REPLICATED_JOB, KubernetesJob
-from paceline.integrations.kubernetes.template import CONTAINER, build_pod, files_name, pod_metadata
 from paceline.launch.job_record import hide_values
 from paceline.launch.policy import FINAL_CODES
 from paceline.settings.text import check_fields, check_text
@@ -115,7 +118,7 @@ def _about_failures(job: KubernetesJob) -> list[str]:
     whose = "" if job.api == "jobset" else " to each pod"
     return [
         f"Pods that lose their node or end with {EXIT_PREEMPTED} (saved, stop requested) are replaced and not counted;",
-        f"{final} (mistake, data, checkpoint, numbers, owner) end the job;",
+        f"{final} (mistake, data, checkpoint, numbers, owner, wrong bits) end the job;",
         f"other failures may happen {job.most_failures} times{whose}.",
     ]
 

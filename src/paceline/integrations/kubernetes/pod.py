@@ -26,10 +26,10 @@ from paceline.errors import EXIT_PREEMPTED, PacelineError, UserError, printable
 from paceline.launch.gang import Gang, Member, free_port
 from paceline.launch.gang_messages import Outcome, is_failure
 from paceline.runs.interpreter import python_command
-from paceline.runs.process_handle import ProcessHandle, end_group, exit_code_of
+from paceline.runs.machine import ProcessHandle, end_group, exit_code_of
 from paceline.runtime.detect import Nodes, agent_variables
 from paceline.runtime.secret import read_secret
-from paceline.settings.variables import START_TIMEOUT, read_number
+from paceline.settings.values import START_TIMEOUT, read_number
 
 NODES, NODE, LEADER = "PACELINE_NODES", "PACELINE_NODE", "PACELINE_LEADER"
 _CONTEXT = "pods of a job"
@@ -86,7 +86,7 @@ class Pod:
         for number in _SIGNALS:
             signal.signal(number, self._pass_on)
         while True:
-            start = self._gang.meet(make_plan=lambda nodes: (free_port(), {}), is_stopped=self._is_stopped)
+            start = self._gang.join(make_plan=lambda nodes: (free_port(), {}), is_stopped=self._is_stopped)
             if start is None:
                 return EXIT_PREEMPTED  # there is nothing to save
             outcome, code = self._train(start.port)

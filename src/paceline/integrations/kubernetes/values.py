@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import PurePosixPath
 
 from paceline.errors import UserError, printable_line
 from paceline.launch.job_record import SECRET_PREFIX
 from paceline.runtime.secret import RUN_SECRET
-from paceline.settings.values import Setting, invalid
-from paceline.settings.variables import START_TIMEOUT
+from paceline.settings.values import START_TIMEOUT, Setting, invalid
 
 _DNS_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _DNS_NAME = rf"{_DNS_LABEL}(\.{_DNS_LABEL})*"
@@ -27,6 +27,11 @@ _SECRET = re.compile(SECRET_PREFIX + rf"(?=[^/]{{1,253}}/){_DNS_NAME}/(?!\.\.|\.
 _VARIABLE_FORMS = "NAME=VALUE, or NAME=secret:SECRET/KEY for a key of a Secret in the namespace"
 _QUANTITY = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)(?P<unit>[KMGTP]i|[kMGTP])?")
 _BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+RUNS_PATH, DATA_PATH = "/runs", "/data"
+FILES_PATH = "/etc/paceline"  # the user's recipe and functions
+_OWN_PATHS = ("/tmp", "/dev/shm", FILES_PATH)
+
+
 _BYTES |= {f"{unit}i": 1024 ** (power + 1) for power, unit in enumerate("KMGTP")}
 # A registry has a dot or a port, or is localhost. Otherwise the text before the first slash is part of the path.
 _REGISTRY = r"(?=[^/]*[.:]|localhost)(?i:" + _DNS_NAME + r")(:[0-9]+)?/"
@@ -279,3 +284,65 @@ def parse_user(text: str, setting: Setting) -> PodUser:
     if match is None or int(match[1]) == 0:
         raise invalid(setting, text, "UID or UID:GID, numbers; not 0: pods do not run as root")
     return PodUser(int(match[1]), int(match[2] or match[1]))
+
+
+# The volumes of a Kubernetes job: claims or folders of every node, and their mount paths.
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A claim or a folder of every node, and its path in the pods."""
+
+    source: str
+    path: str
+    is_read_only: bool = False
+
+    @property
+    def is_host_path(self) -> bool:
+        return self.source.startswith("/")
+
+
+def parse_runs(text: str, setting: Setting) -> Volume:
+    return Volume(_source(parse_word(text, setting), setting), RUNS_PATH)
+
+
+def parse_data(text: str, setting: Setting) -> Volume:
+    return Volume(_source(parse_word(text, setting), setting), DATA_PATH)
+
+
+def parse_mount(text: str, setting: Setting) -> Volume:
+    source, _, rest = text.partition(":")
+    path, _, mode = rest.partition(":")
+    if not source or not path or mode not in ("", "ro", "rw"):
+        raise invalid(setting, text, "CLAIM:/PATH or /PATH_OF_NODE:/PATH, optionally with :ro")
+    if not path.startswith("/") or path.rstrip("/") == "" or ".." in path.split("/") or ":" in path:
+        hint = f"--mount {source}:/{path.strip('/.')}" if path.strip("/.") else None
+        raise invalid(setting, text, "an absolute path below /, without ..", hint)
+    return Volume(_source(source, setting), path.rstrip("/"), mode == "ro")
+
+
+def check_volumes(volumes: Sequence[Volume], setting: Setting | None) -> None:
+    """No two volumes at one path, or one inside the other."""
+    taken = [RUNS_PATH, *_OWN_PATHS]
+    for volume in volumes:
+        around = next((path for path in taken if _overlap(volume.path, path)), None)
+        if around is not None:
+            where = setting.where if setting is not None else None
+            raise UserError("two volumes at one path", where=where, got=f"{volume.path} and {around}")
+        taken.append(volume.path)
+
+
+def _source(text: str, setting: Setting) -> str:
+    """The name of a claim, or an absolute path on the nodes."""
+    if not text.startswith("/"):
+        if "/" in text:
+            raise invalid(setting, text, "the name of a PersistentVolumeClaim, or an absolute path of all nodes")
+        return require_name(text, setting, dots=True, longest=253)
+    if ".." in text.split("/"):
+        raise invalid(setting, text, "an absolute path without ..")
+    return text.rstrip("/") or "/"
+
+
+def _overlap(one: str, other: str) -> bool:
+    first, second = PurePosixPath(one), PurePosixPath(other)
+    return first.is_relative_to(second) or second.is_relative_to(first)

@@ -14,7 +14,7 @@ from metaflow.cards import Markdown, ProgressBar, VegaChart
 from paceline.integrations.metaflow.node import Node
 from paceline.metrics.recorder import Row, read_rows
 
-_LOOK_S = 2.0
+_POLL_S = 2.0
 _MOST_POINTS = 500
 _MOST_CLASSES = 20
 _COLOURS = {  # distinguishable with colour blindness
@@ -54,7 +54,7 @@ class TrainingCard:
             self._update()
 
     def _run(self) -> None:
-        while not self._over.wait(_LOOK_S):
+        while not self._over.wait(_POLL_S):
             self._update()
 
     def _update(self) -> None:

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from paceline.checkpoints.format import LARGEST_JSON_BYTES, MANIFEST, DamagedCheckpoint, step_folders, step_of, verify
 from paceline.checkpoints.store import (
     Checkpoint,
+    commit_copy,
     damaged_error,
     inspect_checkpoint,
     pointed_at,
-    take_in,
     temporary_folder,
 )
 from paceline.checkpoints.uploader import CheckpointId, id_of
@@ -32,7 +32,8 @@ from paceline.settings.small_files import read_small
 
 CHECKPOINT_NAME = "paceline"  # in the datastore
 # Files beside the checkpoint that a run folder needs to continue.
-_COMPANIONS = ("metrics.jsonl", "faults.jsonl", "failures.jsonl")
+_OF_NODE = ("faults.jsonl", "failures.jsonl")
+_COMPANIONS = ("metrics.jsonl", "steps.f64", "checkpoints.jsonl", *_OF_NODE)
 
 
 class CurrentCheckpoint(Protocol):
@@ -136,7 +137,7 @@ class MetaflowDatastore:
                 if max((path.name for path in paths), default="") >= max(names, default=""):
                     self._take_companions(Path(scratch))
                 for path in paths:
-                    self._keys[id_of(_take_in(path, self._folder.checkpoints))] = key  # it is not uploaded again
+                    self._keys[id_of(_commit_copy(path, self._folder.checkpoints))] = key  # it is not uploaded again
                     names.append(path.name)
         return names
 
@@ -151,7 +152,7 @@ class MetaflowDatastore:
         """The metrics belong to the checkpoint. Existing faults and failures are this node's own, and stay."""
         for name in _COMPANIONS:
             target = self._folder.path / name
-            if (scratch / name).exists() and (name == self._folder.metrics_jsonl.name or not target.exists()):
+            if (scratch / name).exists() and (name not in _OF_NODE or not target.exists()):
                 draft = draft_of(target)  # an incomplete file must not have the final name
                 shutil.copyfile(scratch / name, draft)
                 flush(draft)
@@ -173,7 +174,7 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _take_in(path: Path, checkpoints: Path) -> Path:
+def _commit_copy(path: Path, checkpoints: Path) -> Path:
     """Copy a fetched checkpoint. A local datastore provides links, which a checkpoint must not contain."""
     target = checkpoints / path.name
     manifests = [read_small(folder / MANIFEST, LARGEST_JSON_BYTES) for folder in (path, target) if folder.exists()]
@@ -183,7 +184,7 @@ def _take_in(path: Path, checkpoints: Path) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(path, temporary)
     try:
-        return take_in(temporary)
+        return commit_copy(temporary)
     except DamagedCheckpoint as found:
         shutil.rmtree(temporary, ignore_errors=True)
         raise damaged_error(path, found) from found

@@ -13,6 +13,7 @@ import sys
 from contextlib import suppress
 
 from paceline.errors import UserError
+from paceline.settings.extras import how_to_install
 
 _missing = [name for name in ("metaflow", "metaflow_extensions") if importlib.util.find_spec(name) is None]
 if _missing:
@@ -20,7 +21,7 @@ if _missing:
     _error = UserError(
         f"{_packages[_missing[0]]} is not installed",
         where=sys.executable,
-        hint="pip install 'paceline[metaflow]', or from a clone: pip install -e '.[metaflow]' -c constraints-flows.txt",
+        hint=how_to_install("metaflow"),
     )
     print(_error.screen(), file=sys.stderr)
     sys.exit(_error.exit_code)

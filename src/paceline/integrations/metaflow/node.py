@@ -32,12 +32,12 @@ from paceline.launch.gang_messages import Hello, Start, Upload, build
 from paceline.metrics.screen import BRIEF, OUTPUT
 from paceline.runs.folder import TEMPORARY, RunFolder
 from paceline.runs.shared_token import NODE_LOCAL
-from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import Nodes, agent_variables, count_gpus
+from paceline.runtime.resources import usable_cores
 from paceline.runtime.secret import RUN_SECRET
 from paceline.settings.schema import ParallelConfig
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _LOST_GRACE_S = 10.0  # the ranks notice a lost peer themselves, and their error has more details
 _MARK = "shared.mark"
 _PORT_CANDIDATES = 8
@@ -128,7 +128,7 @@ class Node:
                     child.stop_as_if_abandoned()
                     return
             with suppress(subprocess.TimeoutExpired):
-                child.wait(_LOOK_S)
+                child.wait(_POLL_S)
 
     def _fetch_uploads(self) -> None:
         """Ranks of this node may need what rank 0 has saved. A shared disk already has it."""
@@ -230,7 +230,7 @@ def join(
         return free_port() if member.nodes > 1 else 0, asdict(plan)
 
     try:
-        start = gang.meet(make_plan=make_plan)
+        start = gang.join(make_plan=make_plan)
     finally:
         gang.close()
     assert start is not None
@@ -249,7 +249,7 @@ def join(
 def _refuse_shards(request: Request, member: Member) -> None:
     if request.is_sharded:
         raise UserError(
-            "strategy fsdp on several nodes needs a disk that all of them share",
+            "strategies fsdp and hsdp on several nodes need a disk that all of them share",
             where=f"node {member.node}",
             got=request.work_dir or "a temporary folder of node 0",
             hint="--work-dir PATH on shared storage, or another --strategy",

@@ -16,9 +16,10 @@ from paceline.errors import UserError
 from paceline.launch.request import check_loaded
 from paceline.models.registry import BUILT_IN
 from paceline.runtime.secret import create_secret
-from paceline.settings.fields import field_table, flatten
+from paceline.settings.extras import how_to_install
 from paceline.settings.load import LoadedConfig, load_config, parse_flags, to_yaml
 from paceline.settings.rules import check_world
+from paceline.settings.schema import SHARDED, field_table, flatten
 from paceline.settings.values import Setting, check_texts
 
 LOAD_POLICIES = ("fresh", "eager", "none")
@@ -108,7 +109,7 @@ def check_request(
         work_dir=work_dir,
         node_timeout_s=node_timeout,
         max_restarts=_max_restarts(loaded, cluster_size),
-        is_sharded=config.parallel.strategy == "fsdp",
+        is_sharded=config.parallel.strategy in SHARDED,
         shares_cores=config.parallel.omp_num_threads == 0 and not config.parallel.exact,
         chose_device=loaded.origin("device") != "default",
         about={
@@ -169,7 +170,7 @@ def _mapped_settings(
                 where="--model-name",
                 got=model_name,
                 allowed=f"{', '.join(BUILT_IN)}, and with timm all of timm's",
-                hint="pip install timm",
+                hint=how_to_install("timm"),
             )
         given["--model-name"] = ("model_name", f"timm:{model_name}" if is_bare else model_name)
     if batch_size is not None:

@@ -4,22 +4,84 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
-from paceline.integrations.runnable.output import show
 from paceline.launch.child import Child, start_child
-from paceline.metrics.screen import OUTPUT, pass_on
+from paceline.metrics.screen import BRIEF, OUTPUT, output_mode, pass_on
 
+_PER_STEP = re.compile(r"step \d+/\d+ ")
+_screen: TextIO | None = None  # the original standard output
+_begun = ""  # an incomplete line
 _POLL_S = 0.1
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+
+
+# The console output of a pipeline. Runnable itself prints about four hundred lines per run.
+#
+# PACELINE_OUTPUT=brief: only the lines of the pipeline's steps, none per training step. quiet: only the result or the
+# error. Hidden output goes to the run folder's `pipeline.log`.
+
+
+def print_line(text: str, end: str = "\n") -> None:
+    """Print a line of a step, also to the original standard output."""
+    print(text, end=end, flush=True)
+    show(text + end)
+
+
+def show(text: str) -> None:
+    """In brief mode, print to the original standard output."""
+    global _begun
+    if _screen is None or output_mode() != BRIEF:
+        return
+    *lines, _begun = (_begun + text).split("\n")
+    pass_on("".join(f"{line}\n" for line in lines if line and not _PER_STEP.match(line)), _screen)
+
+
+@contextmanager
+def hide_other_output(find_folder: Callable[[], Path]) -> Iterator[None]:
+    """In brief and quiet mode, redirect the output of this process and its children to a file."""
+    global _screen
+    if output_mode() not in (BRIEF, "quiet"):
+        yield
+        return
+    kept = {number: os.dup(number) for number in (1, 2)}
+    with tempfile.TemporaryFile() as hidden, os.fdopen(kept[1], "w", encoding="utf-8") as _screen:
+        try:
+            _redirect({1: hidden.fileno(), 2: hidden.fileno()})
+            yield
+        finally:
+            _redirect(kept)
+            os.close(kept[2])
+            _save(hidden.fileno(), find_folder())
+            _screen = None
+
+
+def _redirect(files: dict[int, int]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number, file in files.items():
+        os.dup2(file, number)
+
+
+def _save(hidden: int, folder: Path) -> None:
+    """Append to pipeline.log in the run folder. Runnable may have chosen the run's name only now."""
+    if not folder.is_dir():  # the pipeline was only compiled, or ended before its first step
+        return
+    os.lseek(hidden, 0, os.SEEK_SET)
+    with os.fdopen(os.dup(hidden), "rb") as source, (folder / "pipeline.log").open("ab") as log:
+        shutil.copyfileobj(source, log)
 
 
 def run_paceline(arguments: list[str], log: Path) -> int:

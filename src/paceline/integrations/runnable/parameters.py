@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline.errors import UserError
 from paceline.launch.request import check_loaded
-from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import count_gpus
+from paceline.runtime.resources import usable_cores
 from paceline.settings.declare import Range, fields_of
-from paceline.settings.fields import field_table
 from paceline.settings.load import LoadedConfig, load_config
-from paceline.settings.processes import ProcessRange, parse_processes
+from paceline.settings.recipe_file import read_pairs
 from paceline.settings.rules import check_world, fitting_worlds
+from paceline.settings.schema import field_table
 from paceline.settings.small_files import parse_json
+from paceline.settings.syntax import ProcessRange, parse_processes
 from paceline.settings.values import Setting, as_typed, build, check_texts, find_in, unknown_name
-from paceline.settings.yaml_settings import read_pairs
 
 if TYPE_CHECKING:
     import yaml

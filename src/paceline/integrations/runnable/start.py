@@ -11,8 +11,9 @@ from pathlib import Path
 
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.integrations.runnable import steps
-from paceline.integrations.runnable.output import hide_other_output
+from paceline.integrations.runnable.child import hide_other_output
 from paceline.integrations.runnable.parameters import PREFIX, make_request, read_parameters
+from paceline.settings.extras import how_to_install
 
 PARAMETERS_FILE = "RUNNABLE_PARAMETERS_FILE"
 _NAMES_OF_RUNNABLE = ("runnable", "extensions")  # packages that Runnable installs
@@ -34,7 +35,7 @@ def run_pipeline(main: Callable[[], object], *, script: str, parameters_file: st
 
 def _check(script: str, parameters_file: str) -> None:
     if importlib.util.find_spec("runnable") is None:
-        raise UserError("Runnable is not installed", hint="pip install 'paceline[runnable]'")
+        raise UserError("Runnable is not installed", hint=how_to_install("runnable"))
     place = Path(script).resolve()
     if not place.is_relative_to(Path.cwd().resolve()):
         raise UserError(
@@ -99,14 +100,14 @@ def _run(main: Callable[[], object], script: str) -> int:
             "this run cannot be retried", where=f"environment variable {steps.RETRY_RUN_ID}", got=str(error)
         ) from None
     except exceptions.ExecutionFailedError:
-        return _tell_failure(script)
+        return _print_failure(script)
     summary = steps.artifacts() / "report.txt"
     if summary.is_file():  # missing if the pipeline was only compiled
         print(summary.read_text(), end="")  # print it again at the end, after Runnable's long summary
     return EXIT_FINISHED
 
 
-def _tell_failure(script: str) -> int:
+def _print_failure(script: str) -> int:
     failure = steps.first_failure
     code = failure.exit_code if failure else EXIT_INTERNAL
     is_stopped = code in (EXIT_PREEMPTED, EXIT_INTERRUPTED)

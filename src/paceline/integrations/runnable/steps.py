@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.store import inspect_checkpoint, pointed_at
 from paceline.errors import EXIT_FINISHED, PacelineError
-from paceline.integrations.runnable.child import run_paceline
-from paceline.integrations.runnable.output import print_line
+from paceline.integrations.runnable.child import print_line, run_paceline
 from paceline.integrations.runnable.parameters import Request, fit_world, load_request, make_request, name_parameters
-from paceline.metrics.recorder import Row, read_rows
+from paceline.metrics.recorder import Row, read_rows, seconds_of_steps
 from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RUNS, RunFolder, write_atomically, write_json
 
@@ -158,11 +157,8 @@ def aggregate(training_request: dict[str, Any]) -> tuple[float | None, float]:
     results = json.loads(folder.results.read_text())
     rows = read_rows(folder.metrics_jsonl)
     epochs = [row for row in rows if row.get("phase") == "train"]
-    # A run that ended inside an epoch has steps after its last complete epoch.
-    rest = [row for row in rows if row["step"] > (epochs[-1]["step"] if epochs else 0)]
-    first_step = epochs[-1]["step"] if epochs else 0
     in_epochs_s = sum(row["seconds"] for row in epochs)
-    seconds = in_epochs_s + seconds_of_steps(rest, results["distributed_training"]["global_batch_size"], first_step)
+    seconds = seconds_of_steps(rows, results["distributed_training"]["global_batch_size"])
     # If the last attempt had nothing left to train, take the last epoch from the rows.
     final = {name: results["performance"][f"avg_final_{name}"] for name in ("loss", "accuracy")}
     if final["accuracy"] is None and epochs:
@@ -201,16 +197,6 @@ def add_epochs(entry: dict[str, Any], epochs: list[Row], seconds: float) -> dict
     samples = round(sum(row["samples"] for row in own)) or entry["samples"]
     rate = {"samples": samples, "seconds": seconds, "samples_per_second": samples / max(seconds, 1e-9)}
     return {**entry, **rate, "epochs": own}
-
-
-def seconds_of_steps(rows: list[Row], global_batch_size: int, before: int = 0) -> float:
-    """The time of all steps over all attempts, each step counted once, without evaluation and saving."""
-    total = 0.0
-    for row in rows:
-        if row["kind"] == "step":
-            total += (row["step"] - before) * global_batch_size / row["throughput"]
-            before = row["step"]
-    return total
 
 
 @_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,22 +10,83 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from paceline.errors import UserError
 from paceline.integrations.slurm.facts import ask_slurm
 from paceline.integrations.slurm.fit import describe_closed, require_possible
 from paceline.integrations.slurm.request import as_sbatch_reads
-from paceline.launch.job import JobSpec, count_gres_gpus
-from paceline.launch.sites import read_site
+from paceline.launch.job import JobSpec, SlurmFlags, count_gres_gpus
 from paceline.launch.submission import default_threads
+from paceline.runs.stores import is_url
 from paceline.runs.trust import TRUST_FLAG
-from paceline.settings.code import code_references
+from paceline.settings.declare import fields_of
 from paceline.settings.load import LoadedConfig
-from paceline.settings.recipe_file import RECIPES, RESOLVED, shipped_recipes
-from paceline.settings.values import Setting, latest
+from paceline.settings.recipe_file import RECIPES, RESOLVED, Pair, pairs_of, read_pairs, setting_of, shipped_recipes
+from paceline.settings.syntax import code_references
+from paceline.settings.values import Setting, find_in, latest, unknown_name
 
+SITES_VARIABLE = "PACELINE_SITES"
+DEFAULT_SITE = "default"
 _SOFTWARE = ("container_image", "environment", "venv", "conda")
 _RANKS = ("gpus_per_node", "processes_per_node")
 # Settings that the script decides.
 _SET_BY_SCRIPT = ("output_dir", "resume", "load_policy", "best_is_latest", "processes")
+
+
+# Site profiles: flags of `paceline submit slurm` under a name in a file.
+#
+# A profile holds flags that a user would otherwise type every day (account, partition, modules). The file is
+# `~/.config/paceline/sites.yaml`, or the one that $PACELINE_SITES names:
+#
+#     default:              # used when no --site is given
+#       account: proj42
+#       partition: gpu
+#       modules: [cuda/12.4]
+
+
+def read_site(name: str | None, environment: Mapping[str, str] = os.environ) -> dict[str, Setting]:
+    """The settings of a profile; without a name those of `default`, if there is one."""
+    path = sites_path(environment)
+    if not path.is_file():
+        if name is not None or SITES_VARIABLE in environment:
+            raise UserError("there is no file of site profiles", where=str(path), hint=_example())
+        return {}
+    profiles = _read_profiles(path)
+    if name is None:
+        return profiles.get(DEFAULT_SITE, {})
+    if name not in profiles:
+        close = difflib.get_close_matches(name, profiles, n=1)
+        raise UserError(
+            f"there is no site {name!r}",
+            where=str(path),
+            allowed=", ".join(profiles) or "none: the file is empty",
+            hint=f"--site {close[0]}" if close else None,
+        )
+    return profiles[name]
+
+
+def sites_path(environment: Mapping[str, str] = os.environ) -> Path:
+    given = environment.get(SITES_VARIABLE)
+    return Path(given) if given else Path.home() / ".config" / "paceline" / "sites.yaml"
+
+
+def _example() -> str:
+    return "for example:\ndefault:\n  account: proj42\n  partition: gpu"
+
+
+def _read_profiles(path: Path) -> dict[str, dict[str, Setting]]:
+    pairs = read_pairs(path, "the file of site profiles", hint=_example()) or []
+    return {pair.key: _read_profile(pair, path) for pair in pairs}
+
+
+def _read_profile(profile: Pair, path: Path) -> dict[str, Setting]:
+    known = {name: field for name, field in fields_of(SlurmFlags).items() if field.arg.in_site}
+    settings = []
+    for pair in pairs_of(profile.node, path, f"site {profile.key!r}", hint=_example()):
+        field = find_in(known, pair.key)
+        if field is None:
+            raise unknown_name(pair.key, pair.where, known, "submit slurm")
+        settings.append(setting_of(pair, field, "site"))
+    return latest(settings)
 
 
 def with_site(flags: Sequence[Setting]) -> dict[str, Setting]:
@@ -63,7 +125,9 @@ def complete(spec: JobSpec, loaded: LoadedConfig, flags: Sequence[Setting]) -> J
     work_dir = Path.cwd()
     threads = default_threads(loaded, has_gpus=bool(spec.gpus))
     mounts = [work_dir]
-    for path in (spec.folder, Path(loaded.config.data.data_dir).absolute(), *_folders_of_files(loaded)):
+    data_dir = loaded.config.data.data_dir
+    data = () if is_url(data_dir) else (Path(data_dir).absolute(),)  # a store needs no mount
+    for path in (spec.folder, *data, *_folders_of_files(loaded)):
         if not any(path.is_relative_to(mounted) for mounted in mounts):
             mounts.append(path)
     has_own_python = any(getattr(spec, name) for name in _SOFTWARE)

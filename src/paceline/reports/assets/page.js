@@ -244,6 +244,17 @@ function compareCells(a, b) {
   return a.textContent.localeCompare(b.textContent, "en");
 }
 
+// --- Frames of which one is visible
+
+function setUpSlider(node) {
+  const label = node.querySelector("label"), input = label.querySelector("input");
+  const frames = [...node.children].filter((child) => child.classList.contains("frame"));
+  const show = () => frames.forEach((frame, n) => (frame.hidden = n !== Number(input.value)));
+  input.addEventListener("input", show);
+  label.hidden = frames.length < 2;
+  show();
+}
+
 // --- The page
 
 function setUpTheme() {
@@ -276,6 +287,7 @@ function drawPage() {
     widths.observe(figure.plot);
   }
   document.querySelectorAll("table.sortable").forEach(makeSortable);
+  document.querySelectorAll(".slider").forEach(setUpSlider);
   setUpTheme();
   return figures;
 }

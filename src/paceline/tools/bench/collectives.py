@@ -7,6 +7,7 @@ the speed of a link for any number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter")
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_LATENCY_SHARE = 0.1  # of the time of a bucket
+_LARGEST_BUCKET_MB = 200  # larger ones leave too little to overlap
 _PATTERN = 7  # period of the test values: small whole numbers with exact sums, in which misplaced parts are detected
 
 
@@ -153,3 +156,17 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
     if slope <= 0:  # times that do not grow with the size are only latency
         return float(np.mean(seconds)), None
     return max(0.0, float(start)), 1 / float(slope)
+
+
+def bucket_size_mb(fits: Sequence[Fit], world_size: int) -> int | None:
+    """The smallest bucket of gradients whose all-reduce spends at most a tenth of its time on latency.
+
+    Smaller buckets start earlier and overlap better with the backward pass; larger ones have less latency. None if the
+    links were not measured. A pure function of times that are means over all ranks, so ranks agree.
+    """
+    fit = next((fit for fit in fits if fit.operation == "all-reduce"), None)
+    if fit is None or fit.bytes_per_s is None or world_size == 1:
+        return None
+    on_the_bus = (1 / _LATENCY_SHARE - 1) * fit.latency_s * fit.bytes_per_s
+    size = on_the_bus / bus_factor("all-reduce", world_size)
+    return min(max(math.ceil(size / 2**20), 1), _LARGEST_BUCKET_MB)

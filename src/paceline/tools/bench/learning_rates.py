@@ -18,9 +18,9 @@ from paceline.reports.charts import Chart, Mark, Series, Table
 from paceline.reports.page import Section, write_page
 from paceline.runtime.detect import RankEnvironment, World, build_world
 from paceline.runtime.group import process_group
-from paceline.runtime.heap import keep_freed_memory
+from paceline.runtime.memory import keep_freed_memory
 from paceline.runtime.pulse import Pulse, open_pulse
-from paceline.settings.schema import Config
+from paceline.settings.schema import SHARDED, Config
 from paceline.tools.bench.data import endless_batches
 from paceline.training.components import build_components
 from paceline.training.same_ranks import require_same_ranks
@@ -68,7 +68,7 @@ def find_rates(config: Config, environment: RankEnvironment, rates: tuple[float,
             torch.cuda.set_device(world.device)
         else:
             keep_freed_memory()
-        needs_group = resolve_strategy(config, world.world_size) == "fsdp"
+        needs_group = resolve_strategy(config, world.world_size) in SHARDED
         with process_group(world, environment, needed=needs_group):
             require_same_ranks(config, world)
             return sweep(config, world, rates, steps, pulse)

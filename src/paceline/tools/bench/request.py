@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from paceline.errors import UserError
-from paceline.metrics.units import UNITS, format_size
+from paceline.metrics.screen import UNITS, format_size
 from paceline.settings.schema import Config
 
 Part = Literal["collectives", "data", "step"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.metrics.units import format_flops, format_rate, format_size, format_time, gigabytes
-from paceline.tools.bench.collectives import Row
+from paceline.metrics.screen import format_flops, format_rate, format_size, format_time, gigabytes
+from paceline.tools.bench.collectives import Row, bucket_size_mb
 from paceline.tools.bench.data import DataResult
 from paceline.tools.bench.session import Report
 from paceline.tools.bench.step import ProfileResult, StepResult
@@ -22,10 +22,10 @@ def lines_of(part: str, report: Report) -> list[str]:
         return list(_collectives(report))
     if part == "data":
         assert report.data is not None
-        return list(_data(report.data, report))
+        return [*_data(report.data, report), *_pictures(report)]
     if part == "step":
         assert report.step is not None
-        return list(_step(report.step))
+        return [*_step(report.step), *_needs(report)]
     if part == "profile":
         assert report.profile is not None
         return list(_profile(report.profile))
@@ -50,6 +50,11 @@ def _collectives(report: Report) -> Iterator[str]:
     for fit in report.fits:
         growth = f" + bytes on the bus / {format_rate(fit.bytes_per_s)}" if fit.bytes_per_s else " for every size"
         yield f"{fit.operation:<14}  time = {format_time(fit.latency_s)}{growth}"
+    world = report.world
+    bucket_mb = bucket_size_mb(report.fits, world.world_size)
+    is_used = world.device.startswith("cuda") or world.num_nodes > 1  # ranks on the CPUs of one node share memory
+    if bucket_mb is not None and is_used:
+        yield f"buckets         --bucket-cap-mb {bucket_mb}: a tenth of an all-reduce of this size is latency"
     limit = report.limits.link
     if limit is not None and limit.bytes_per_s is not None:
         best = max(row.bus_bytes_per_s for row in report.rows)
@@ -78,6 +83,24 @@ def _data(data: DataResult, report: Report) -> Iterator[str]:
         f"inputs          {format_rate(data.bytes_per_s)} per rank, {data.of_copy:.0%} of a plain copy in {where} "
         f"({format_rate(data.copy_bytes_per_s)})"
     )
+
+
+def _pictures(report: Report) -> Iterator[str]:
+    found = report.pictures
+    if found is not None:
+        stages = {"read": found.read_per_s, "decode": found.decode_per_s, "crop": found.crop_per_s}
+        rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in stages.items())
+        yield f"pictures/s      {rates}, copy {found.copy_per_s:,.0f}: each alone, {found.threads} threads per rank"
+
+
+def _needs(report: Report) -> Iterator[str]:
+    """What a step needs of encoded pictures, and what the pipeline delivers."""
+    if report.pictures is None or report.data is None or report.step is None:
+        return
+    needed = report.step.rank_batch_size * report.world.world_size / report.step.step_s
+    delivered = report.data.samples_per_s
+    verdict = "enough" if delivered >= needed else f"{delivered / needed:.0%} of it: a run will wait"
+    yield f"pictures        a step needs {needed:,.0f}/s; the pipeline alone delivers {delivered:,.0f}/s, {verdict}"
 
 
 def _step(step: StepResult) -> Iterator[str]:

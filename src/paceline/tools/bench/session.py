@@ -13,21 +13,22 @@ from typing import Any
 import torch
 
 import paceline
+from paceline.metrics.screen import format_rate, format_size, format_time
 from paceline.metrics.timing import gather_numbers
-from paceline.metrics.units import format_rate, format_size, format_time
 from paceline.metrics.verdict import DENSE, MUCH, Setting, faster_arithmetic, faster_data, less_exchange
 from paceline.parallel.apply import resolve_strategy
 from paceline.parallel.collectives import broadcast_text, wait_for_all
-from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import RankEnvironment, World, build_world
 from paceline.runtime.group import process_group
-from paceline.runtime.heap import keep_freed_memory
+from paceline.runtime.memory import keep_freed_memory
 from paceline.runtime.pulse import Pulse, open_pulse
-from paceline.settings.schema import Config
+from paceline.runtime.resources import usable_cores
+from paceline.settings.schema import SHARDED, Config
 from paceline.tools.bench import collectives
 from paceline.tools.bench.collectives import Fit, Row
 from paceline.tools.bench.data import DataResult, measure_data
 from paceline.tools.bench.limits import Limit, MachineLimits, find_link, measure_copy_bandwidth
+from paceline.tools.bench.pictures import PictureStages, measure_pictures
 from paceline.tools.bench.request import BenchRequest
 from paceline.tools.bench.step import ProfileResult, StepResult, measure_step, profile_steps
 from paceline.training.components import Components, build_components
@@ -48,6 +49,7 @@ class Report:
     rows: list[collectives.Row] = field(default_factory=list)
     fits: list[collectives.Fit] = field(default_factory=list)
     data: DataResult | None = None
+    pictures: PictureStages | None = None
     step: StepResult | None = None
     profile: ProfileResult | None = None
     verdict: BenchVerdict | None = None
@@ -67,6 +69,7 @@ class Report:
             "limits": asdict(self.limits),
             "collectives": links if self.rows else None,
             "data": {**asdict(self.data), "of_copy": self.data.of_copy} if self.data else None,
+            "pictures": asdict(self.pictures) if self.pictures else None,
             "step": {**asdict(self.step), "mfu": self.step.mfu} if self.step else None,
             "profile": asdict(self.profile) if self.profile else None,
             "verdict": asdict(self.verdict) if self.verdict else None,
@@ -91,7 +94,7 @@ def _join_and_measure(request: BenchRequest, environment: RankEnvironment, show:
         torch.cuda.set_device(world.device)
     else:
         keep_freed_memory()
-    needs_group = request.needs_recipe and resolve_strategy(config, world.world_size) == "fsdp"
+    needs_group = request.needs_recipe and resolve_strategy(config, world.world_size) in SHARDED
     with process_group(world, environment, needed=needs_group):
         require_same_ranks(config, world)
         return _measure(request, world, pulse, show)
@@ -132,6 +135,8 @@ def _measure_recipe(
     if "data" in request.parts:
         seconds = _DATA_TIMES * request.seconds_per_size
         report.data = measure_data(components, world, report.limits.copy_bytes_per_s, seconds=seconds)
+        go_on()
+        report.pictures = measure_pictures(components.train_data, world, seconds=seconds)
         show("data", report)
         go_on()
     if "step" in request.parts:

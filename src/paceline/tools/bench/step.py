@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from paceline.data.loader import Batch
-from paceline.metrics.ceiling import measure_matmul_flops, name_precision
-from paceline.metrics.flops import count_flops
+from paceline.metrics.ceiling import count_flops, measure_matmul_flops, name_precision
 from paceline.metrics.profile import Operator, Recording, file_of
 from paceline.metrics.timing import (
     Rounds,

@@ -1,1 +1,1 @@
-"""The course: ten lessons for one laptop, and checks that run a person's own file on real ranks."""
+"""The course: twelve lessons for one laptop, and checks that run a person's own file on real ranks."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paceline.runs.process_handle import end_group
+from paceline.runs.machine import end_group
 
 _TIMEOUT_S = 110
 _WITH_VALUE = {
@@ -28,7 +28,7 @@ def run_script(script: Path, folder: Path, nodes: int, tasks_per_node: int, **va
     tools.mkdir()
     for name in ("srun", "scontrol", "hostname"):
         tool = tools / name
-        tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m paceline.tools.course.fake_slurm {name} "$@"\n')
+        tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m paceline.tools.course.fake_slurm {name} "$@"\n')
         tool.chmod(0o755)
     batch = {
         "SLURM_JOB_ID": "4242",

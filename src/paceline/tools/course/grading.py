@@ -13,7 +13,7 @@ from paceline.tools.course.verdict import Failed, Item, Verdict, find_gaps, requ
 _FIRST = "the file can be read, and is not an unchanged exercise"
 
 
-def grade(lesson: Lesson, path: Path, tell_passed: Callable[[str], None] = lambda title: None) -> Verdict:
+def grade(lesson: Lesson, path: Path, on_passed: Callable[[str], None] = lambda title: None) -> Verdict:
     """Run the lesson's items on the student's file, up to the first that fails.
 
     An item needs only the functions that it uses, so a partly filled file can be checked too.
@@ -23,7 +23,7 @@ def grade(lesson: Lesson, path: Path, tell_passed: Callable[[str], None] = lambd
 
     def accept(title: str) -> None:
         passed.append(title)
-        tell_passed(title)
+        on_passed(title)
 
     try:
         gaps = find_gaps(path)

@@ -16,8 +16,7 @@ from typing import Any
 
 from paceline.tools.doctor import disk, machine, network, software
 from paceline.tools.doctor.findings import DoctorFinding, failed
-from paceline.tools.doctor.plant import InjectedFaults
-from paceline.tools.doctor.request import DoctorRequest, NodeRole
+from paceline.tools.doctor.request import DoctorRequest, InjectedFaults, NodeRole
 
 Judge = Callable[[Any], list[DoctorFinding | None]]
 
@@ -119,13 +118,13 @@ def _disk_exams(request: DoctorRequest, faults: InjectedFaults) -> list[Exam]:
 
 
 def _network_exams(around: NodeRole) -> list[Exam]:
-    host, port = around.meets_at or ("", 0)
+    host, port = around.rendezvous_at or ("", 0)
 
     def look_at_ports() -> network.Ports:
         return network.gather_ports(network.own_address(host), port if around.serves else None)
 
     def judge_names(facts: network.Names) -> list[DoctorFinding | None]:
-        return [network.check_host_name(facts, around), network.check_meeting_name(facts)]
+        return [network.check_host_name(facts, around), network.check_rendezvous_name(facts)]
 
     dns = "name lookups hang: does a DNS server in /etc/resolv.conf not answer? an entry in /etc/hosts helps"
     firewall = "does a firewall on this host drop packets? see iptables -L, nft list ruleset"

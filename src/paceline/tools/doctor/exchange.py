@@ -19,7 +19,7 @@ from paceline.tools.bench.collectives import Fit, Row
 from paceline.tools.bench.limits import Limit
 from paceline.tools.doctor.findings import DoctorFinding, failed, passed, warned
 from paceline.tools.doctor.peers import blame, name_ranks
-from paceline.tools.doctor.plant import InjectedFaults
+from paceline.tools.doctor.request import InjectedFaults
 
 # --- Measurements -----------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ def try_pairs(world: World, faults: InjectedFaults) -> dict[int, tuple[bool, flo
         for _ in range(_PAIR_TRIES):
             started = time.perf_counter()
             _swap(mine, theirs, partner, world)
-            faults.burn(time.perf_counter() - started)
+            faults.slow_down(time.perf_counter() - started)
             seconds.append(time.perf_counter() - started)
         found[partner] = (torch.equal(theirs.cpu(), known_numbers(partner, "cpu")), min(seconds))
     return found
@@ -131,7 +131,7 @@ def _measure_pace_of_one_thread(world: World, faults: InjectedFaults) -> float:
         started = time.perf_counter()
         work()
         synchronise(world.device)
-        faults.burn(time.perf_counter() - started)
+        faults.slow_down(time.perf_counter() - started)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 

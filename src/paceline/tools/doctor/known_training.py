@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.data.draws import draw_below
 from paceline.parallel.collectives import sum_over_ranks, tree_sum
 from paceline.runtime.detect import World
-from paceline.tools.doctor.plant import InjectedFaults
+from paceline.tools.doctor.request import InjectedFaults
 
 STEPS = 30
 KNOWN_HASH = "c1856cafbbe694a199663e77a5a0db80054dd009144c8813d66c1a23e64f3b6e"

@@ -8,7 +8,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.runtime.cores import usable_cores
+from paceline.runtime.resources import usable_cores
 from paceline.tools.doctor.findings import DoctorFinding, failed, passed, warned
 
 # --- Facts ------------------------------------------------------------------------------------------------------------

@@ -32,9 +32,9 @@ class Names:
     addresses: tuple[str, ...]  # of the host's own name
     error: str
     lookup_s: float
-    meets_at: str = ""  # MASTER_ADDR
-    meeting_addresses: tuple[str, ...] = ()
-    meeting_error: str = ""
+    rendezvous_at: str = ""  # MASTER_ADDR
+    rendezvous_addresses: tuple[str, ...] = ()
+    rendezvous_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Network:
     chosen: dict[str, str]  # interface variables that are set
 
 
-def gather_names(meets_at: str = "") -> Names:
+def gather_names(rendezvous_at: str = "") -> Names:
     host, started = socket.gethostname(), time.perf_counter()
     addresses, error = resolve(host)
     lookup_s = time.perf_counter() - started
-    meeting, meeting_error = resolve(meets_at) if meets_at else ((), "")
-    return Names(host, addresses, error, lookup_s, meets_at, meeting, meeting_error)
+    addresses_there, rendezvous_error = resolve(rendezvous_at) if rendezvous_at else ((), "")
+    return Names(host, addresses, error, lookup_s, rendezvous_at, addresses_there, rendezvous_error)
 
 
 def resolve(name: str) -> tuple[tuple[str, ...], str]:
@@ -196,14 +196,14 @@ def check_host_name(facts: Names, around: NodeRole) -> DoctorFinding:
     return passed("host name", f"{facts.host} is {listed}")
 
 
-def check_meeting_name(facts: Names) -> DoctorFinding | None:
+def check_rendezvous_name(facts: Names) -> DoctorFinding | None:
     """Checks MASTER_ADDR. None if it is not set yet."""
-    if not facts.meets_at:
+    if not facts.rendezvous_at:
         return None
-    if facts.meeting_error:
-        what = f"MASTER_ADDR {facts.meets_at} does not resolve: {facts.meeting_error}"
-        return failed("meeting address", what, f"MASTER_ADDR must name rank 0's node; {_HOSTS}")
-    return passed("meeting address", f"{facts.meets_at} is {', '.join(facts.meeting_addresses)}")
+    if facts.rendezvous_error:
+        what = f"MASTER_ADDR {facts.rendezvous_at} does not resolve: {facts.rendezvous_error}"
+        return failed("rendezvous address", what, f"MASTER_ADDR must name rank 0's node; {_HOSTS}")
+    return passed("rendezvous address", f"{facts.rendezvous_at} is {', '.join(facts.rendezvous_addresses)}")
 
 
 def check_ports(facts: Ports) -> DoctorFinding:

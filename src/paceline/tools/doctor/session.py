@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import paceline
-from paceline.errors import EXIT_HANG, UserError
+from paceline.errors import EXIT_HANG, PacelineError, UserError
 from paceline.parallel.collectives import wait_for_all
 from paceline.runtime.detect import RankEnvironment, World, build_world
-from paceline.runtime.group import stay_on_loopback
+from paceline.runtime.group import ANSWER_TIMEOUT_S, connect_store, stay_on_loopback
 from paceline.settings.schema import ParallelConfig
 from paceline.tools.bench import collectives
 from paceline.tools.bench.limits import find_link, measure_copy_bandwidth
@@ -30,18 +32,83 @@ from paceline.tools.doctor.findings import DoctorFinding, failed, skipped
 from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone, train_together
 from paceline.tools.doctor.network import gather_network, own_address
 from paceline.tools.doctor.peers import LeftToken, Listener, Probe, leave_token, probe_all, read_token
-from paceline.tools.doctor.plant import InjectedFaults
 from paceline.tools.doctor.rank_report import DONE, RankReport
-from paceline.tools.doctor.rendezvous import Rendezvous, RendezvousError
-from paceline.tools.doctor.request import DoctorRequest, NodeRole
+from paceline.tools.doctor.request import DoctorRequest, InjectedFaults, NodeRole
 from paceline.training.same_ranks import hash_code
 
+_ARRIVE_S = 25.0  # for ranks that import torch on a slow disk
 _DEADLINE_S = 48.0  # for everything a rank does
 _COLLECTIVE_S = 15.0
 _SIZES = (4 * 2**10, 2**20, 8 * 2**20)
 _SECONDS_PER_SIZE = 0.2
 _PACE_TRIES = 3
 _TOGETHER = ("all-reduce", "pairs", "pace", "links", "training")
+
+
+# The rendezvous of the doctor: ranks exchange texts through a store, before any process group exists.
+#
+# Errors name the ranks that do not arrive, and a foreign server at the address.
+
+
+class RendezvousError(Exception):
+    """The rendezvous failed. `missing` are the ranks that did not arrive, if known."""
+
+    def __init__(self, what: str, remedy: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(what)
+        self.remedy = remedy
+        self.missing = missing
+
+
+class Rendezvous:
+    """All ranks, each with a text for the others."""
+
+    def __init__(self, environment: RankEnvironment) -> None:
+        self._rank, self._size = environment.rank, environment.world_size
+        self.store: Store = PrefixStore(f"paceline/doctor-{environment.attempt}", _open(environment))
+
+    def exchange(self, topic: str, mine: Any, timeout_s: float = _ARRIVE_S) -> list[Any]:
+        """Every rank's value for a topic, in the order of ranks. Waits for all ranks."""
+        keys = [f"{topic}/{rank}" for rank in range(self._size)]
+        self.store.set(keys[self._rank], json.dumps(mine))
+        try:
+            self.store.wait(keys, timedelta(seconds=timeout_s))
+        except dist.DistError:
+            missing = tuple(rank for rank, key in enumerate(keys) if not self._has(key))
+            who = ", ".join(map(str, missing)) or "0, which keeps the store"
+            raise RendezvousError(
+                f"rank {who} did not answer within {timeout_s:.0f} s ({topic})",
+                "look at the output of those ranks: is one of them still starting, or has it exited?",
+                missing,
+            ) from None
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def _has(self, key: str) -> bool:
+        with suppress(dist.DistError):
+            return bool(self.store.check([key]))
+        return False
+
+    def close(self) -> None:
+        """Wait for rank 0, which exits last because it may hold the store.
+
+        A launcher may end all ranks when the first one exits: rank 0 calls this after it has printed everything.
+        """
+        with suppress(dist.DistError):
+            if self._rank == 0:
+                self.store.set("printed", "")
+                self.store.wait(
+                    [f"closing/{rank}" for rank in range(1, self._size)], timedelta(seconds=ANSWER_TIMEOUT_S)
+                )
+            else:
+                self.store.wait(["printed"], timedelta(seconds=ANSWER_TIMEOUT_S))
+                self.store.set(f"closing/{self._rank}", "")
+
+
+def _open(environment: RankEnvironment) -> Store:
+    try:
+        return connect_store(environment, _ARRIVE_S, name_timeout_s=0.0)
+    except PacelineError as error:
+        what = f"{error.what} ({error.got})"
+        raise RendezvousError(what, error.hint or "", missing=(0,) if environment.rank > 0 else ()) from error
 
 
 class Session:
@@ -96,7 +163,7 @@ class Session:
         around = NodeRole(
             local_ranks=environment.local_world_size,
             num_nodes=environment.world_size // environment.local_world_size,
-            meets_at=(environment.store_host, environment.store_port) if environment.store_host else None,
+            rendezvous_at=(environment.store_host, environment.store_port) if environment.store_host else None,
             serves=environment.rank == 0 and environment.world_size > 1 and not environment.has_store_server,
         )
         request = replace(self._request, processes=environment.local_world_size)

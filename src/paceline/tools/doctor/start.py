@@ -22,8 +22,8 @@ from paceline.integrations.slurm.request import as_srun_reads
 from paceline.launch.attempt import RankMain
 from paceline.launch.single_attempt import run_single_attempt
 from paceline.runs.interpreter import python_command
-from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import threads_per_rank
+from paceline.runtime.resources import usable_cores
 from paceline.runtime.slurm import expand_hosts
 from paceline.tools.doctor.examine import NodeReport
 from paceline.tools.doctor.peers import leave_token, token_variables

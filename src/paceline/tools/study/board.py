@@ -1,10 +1,10 @@
-"""Shows a study's cells live: a table with an estimate on a terminal, otherwise one line per change."""
+"""Runs the cells of a study or a sweep and shows them: a live table on a terminal, otherwise one line per change."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -13,9 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED
+from paceline.launch.job import JobSpec
 from paceline.metrics.console import format_seconds
-from paceline.tools.study.cells import CellState, describe, estimate_left_s
+from paceline.tools.study.cells import CellState, describe, estimate_left_s, run_local
 from paceline.tools.study.grid import CellSpec
+from paceline.tools.study.queue import run_queue
 
 _STYLES = {"waiting": "dim", "running": "bold cyan", "finished": "green", "failed": "bold red"}
 _MOST_ROWS = 30
@@ -75,3 +78,34 @@ class Board:
         left = estimate_left_s(self._states)
         eta = f", about {format_seconds(left)} to go" if left else ""
         return Group(table, Text(f"{waiting} waiting{eta}", style="dim"))
+
+
+def run_cells(
+    folder: Path, spec: CellSpec, states: list[CellState], shapes: dict[int, JobSpec], *, retries: bool
+) -> None:
+    """As jobs of these shapes (by world size), or without shapes on this machine."""
+    try:
+        with Board(spec, states, folder) as board:
+            if shapes:
+                run_queue(folder, spec, shapes, states, retries=retries, on_change=board.update, say=board.say)
+            else:
+                run_local(folder, spec, states, retries=retries, on_change=board.update)
+    except KeyboardInterrupt:
+        words = "the jobs stay in the queue; " if shapes else ""
+        print(f"\nstopped; {words}the same command continues", file=sys.stderr)
+        raise
+
+
+def print_end(states: Sequence[CellState], write_report: Callable[[list[tuple[str, str]]], Iterable[str]]) -> int:
+    """Print failed cells and the lines of the report, which gets the failures. Returns the exit code."""
+    failed = [(found.cell.name, found.reason) for found in states if found.state == "failed"]
+    for name, reason in failed:
+        print(f"failed    {name}: {reason}")
+    if not any(found.state == "finished" for found in states):
+        print("no cell has finished, so there is nothing to report")
+        return EXIT_DIFFERENT
+    for line in write_report(failed):
+        print(line)
+    if failed:
+        print("next      the same command with --retry")
+    return EXIT_DIFFERENT if failed else EXIT_FINISHED

@@ -10,9 +10,8 @@ from typing import Any
 
 from paceline.checkpoints.identity import IDENTITY
 from paceline.errors import EXIT_DIFFERENT, PacelineError, UserError
-from paceline.runs.catalog import recipe_of
+from paceline.runs.catalog import find_run, recipe_of
 from paceline.runs.comparison import RunRecord, config_differences, read_record
-from paceline.runs.find import find_run
 from paceline.runs.folder import RunFolder
 from paceline.tools.study.collect import Measured, measure_run
 from paceline.tools.study.grid import BY_HAND, STRATEGIES, Cell, StudySpec

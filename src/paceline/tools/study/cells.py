@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import time
@@ -146,8 +145,3 @@ def describe(found: CellState) -> str:
         )
     reason = found.reason.splitlines()[0] if found.reason else ""
     return f"{name} {found.state:<9} {reason}".rstrip()
-
-
-def states_as_json(states: Sequence[CellState]) -> str:
-    rows = [{"cell": s.cell.name, "state": s.state, "words": s.reason, "wall_s": s.wall_s} for s in states]
-    return json.dumps(rows, indent=2)

@@ -12,9 +12,8 @@ from typing import Any, Literal
 from paceline.errors import UserError
 from paceline.metrics.phases import STEP_PHASES
 from paceline.metrics.recorder import read_rows
-from paceline.runs.file_shapes import RESULTS
 from paceline.runs.folder import RunFolder, write_atomically
-from paceline.runs.json_files import MAYBE, Fields, Number, fit, read_bounded, read_object
+from paceline.runs.json_files import MAYBE, RESULTS, Fields, Number, fit, read_bounded, read_object
 from paceline.settings.small_files import parse_json, read_small
 from paceline.tools.study.grid import CELLS, Cell, StudySpec
 
@@ -103,6 +102,13 @@ def measure_run(run: RunFolder, cell: Cell, note: dict[str, Any]) -> Measured:
     """The measurements of a finished run. `note`: the study's own data about it."""
     try:
         results = fit(parse_json(read_bounded(run.results)), RESULTS)
+        if not any(rank["samples"] for rank in results["process_metrics"]):
+            raise UserError(
+                "the times of its steps are not known",
+                where=str(run.path),
+                got="no step ran in its last attempt",
+                hint="--retry",
+            )
         rows = [row for row in read_rows(run.metrics_jsonl) if row["kind"] == "epoch"]
         found = _measure(cell, results, rows, note, _count_lines(run.failures))
         return replace(found, run=run.path.name)

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.errors import UserError
 from paceline.metrics.phases import STEP_PHASES
 from paceline.reports.charts import Chart, Series
+from paceline.settings.extras import how_to_install
 from paceline.tools.study.findings import Findings, Kind
 from paceline.tools.study.statistics import Estimate
 
@@ -188,7 +189,7 @@ def write_plots(folder: Path, charts: list[Chart]) -> list[Path]:
     except ImportError as error:
         raise UserError(
             "plots as files need matplotlib",
-            hint="pip install 'paceline[study]'; report.html works without it",
+            hint=f"{how_to_install('study')}; report.html works without it",
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import UserError
 from paceline.integrations.slurm.client import SlurmUnavailable, read_state, submit_script
+from paceline.integrations.slurm.prepare import check_cluster, with_site
 from paceline.integrations.slurm.script import write_array_script
 from paceline.launch.job import JobSpec
 from paceline.launch.job_record import write_private
+from paceline.launch.submission import require_inputs
 from paceline.runs.folder import write_atomically
 from paceline.runs.json_files import Fields, ListOf, fit
+from paceline.settings.load import LoadedConfig
 from paceline.settings.small_files import read_json_value
+from paceline.settings.values import Setting
 from paceline.tools.study.cells import CellState, open_cells, prepare
 from paceline.tools.study.collect import measure, note_path, state_of
 from paceline.tools.study.grid import CellSpec
@@ -35,6 +41,36 @@ class ArrayJob:
     job_id: str
     cluster: str
     cells: tuple[str, ...]  # task 0 first
+
+
+def job_settings(on: str, given: Sequence[Setting], *, decided: Sequence[str]) -> dict[str, Setting]:
+    """The flags of the jobs over the site profile; none for cells on this machine. `decided` flags are refused."""
+    for setting in given:
+        if on != "slurm":
+            raise UserError(f"{setting.field.flag} needs --on slurm", where=setting.where, hint="--on slurm")
+        if setting.field.name in decided:
+            raise UserError("this is decided for each cell", where=setting.where, hint="leave it out")
+    if on != "slurm":
+        return {}
+    return {name: setting for name, setting in with_site(given).items() if name not in decided}
+
+
+def check_jobs(
+    given: Mapping[str, Setting],
+    loaded: LoadedConfig,
+    shapes: dict[int, JobSpec],
+    cells: Sequence[CellState],
+    size_flag: str = "",
+) -> None:
+    """Before the first job is submitted: missing inputs, and jobs that this cluster can never start.
+
+    size_flag: the flag that decides the number of nodes, if it is not a flag of jobs.
+    """
+    sizes = Counter(found.cell.world_size for found in cells)
+    jobs = [replace(shapes[size], array=f"0-{count - 1}", resume="") for size, count in sorted(sizes.items())]
+    if jobs:
+        require_inputs(loaded, brings_own_weights=bool(jobs[0].container_image or jobs[0].environment))
+        check_cluster(jobs, given, places={"nodes": size_flag} if size_flag else {})
 
 
 def read_jobs(folder: Path) -> list[ArrayJob]:

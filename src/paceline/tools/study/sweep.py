@@ -19,7 +19,7 @@ from typing import Any
 from paceline.errors import UserError
 from paceline.runs.folder import write_json
 from paceline.runs.json_files import Fields, ListOf, Number, fit, read_bounded
-from paceline.settings.fields import field_table
+from paceline.settings.schema import field_table
 from paceline.settings.small_files import parse_json
 from paceline.settings.values import unknown_name
 from paceline.tools.study.grid import CELLS, Cell, refuse_foreign_files

@@ -1,0 +1,1 @@
+"""Runs that can be proved, compared, audited and replayed."""
