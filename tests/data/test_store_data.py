@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -260,6 +261,61 @@ def test_the_cache_is_bounded_and_keeps_what_is_needed(tmp_path: Path, monkeypat
     assert sum(path.stat().st_size for path in (tmp_path / "copies").glob("*.data")) <= 250
 
 
+def test_files_that_are_being_written_count(tmp_path: Path) -> None:
+    """Fetching starts with an empty file, and its size grows. A third file must not fit beside two of them."""
+    cache, keys = FileCache(tmp_path / "copies", 250), [f"{number:08x}" for number in range(3)]
+    outcomes: list[Outcome] = []
+
+    def add(number: int) -> None:
+        def write(path: Path) -> None:
+            with path.open("wb") as file:  # as a store writes it: empty at first
+                if number < 2:
+                    add(number + 1)
+                file.write(b"x" * 100)
+
+        outcomes.append(cache.add(keys[number], 100, write, own=keys, keep=()))
+
+    add(0)
+    assert outcomes == [Outcome.FULL, Outcome.KEPT, Outcome.KEPT]  # the last one asks first
+
+
+def test_a_file_that_is_renamed_during_a_count_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is listed while a file gets its name shows neither of both names."""
+    cache, keys = FileCache(tmp_path / "copies", 250), [f"{number:08x}" for number in range(3)]
+    may_finish, is_finished = threading.Event(), threading.Event()
+    fired: list[bool] = []
+
+    def fill(path: Path) -> None:
+        path.write_bytes(b"x" * 100)
+
+    def first(path: Path) -> None:
+        fill(path)
+        assert may_finish.wait(60)
+
+    def list_while_it_is_renamed(folder: Path) -> list[os.DirEntry[str]]:
+        found = list(os.scandir(folder))
+        if threading.current_thread() is threading.main_thread() and not fired:
+            fired.append(True)
+            may_finish.set()
+            is_finished.wait(0.3)  # the rename has to wait for the count
+        return found
+
+    def add_first() -> None:
+        cache.add(keys[0], 100, first, own=keys, keep=keys)
+        is_finished.set()
+
+    assert cache.add(keys[1], 100, fill, own=keys, keep=keys) == Outcome.KEPT
+    other = threading.Thread(target=add_first)
+    monkeypatch.setattr(FileCache, "holds", lambda self, key: False)
+    other.start()
+    while not list((tmp_path / "copies").glob(f".{keys[0]}.data*draft")):
+        pass
+    monkeypatch.setattr(file_cache, "os", SimpleNamespace(**{**vars(os), "scandir": list_while_it_is_renamed}))
+    assert cache.add(keys[2], 100, fill, own=keys, keep=keys) == Outcome.FULL
+    other.join()
+    assert fired
+
+
 def test_a_killed_process_leaves_no_file_that_is_used(tmp_path: Path) -> None:
     """Its part of a file is removed later."""
     cache, key = FileCache(tmp_path / "copies", 1000), "0" * 32
@@ -274,7 +330,7 @@ FileCache(Path({str(tmp_path / "copies")!r}), 1000).add({key!r}, 100, write, own
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     assert not cache.holds(key)
-    assert len(list((tmp_path / "copies").glob(".*draft"))) == 1
+    assert list((tmp_path / "copies").glob(".*draft"))
     assert cache.add(key, 5, lambda path: path.write_bytes(b"whole"), own=(), keep=()) == Outcome.KEPT
     assert [path.read_bytes() for path in (tmp_path / "copies").glob("*.data")] == [b"whole"]
     assert not list((tmp_path / "copies").glob(".*draft"))

@@ -95,6 +95,7 @@ def _rank_main(
         world_size=world_size,
         timeout=timedelta(seconds=60),
     )
+    dist.barrier()  # a rank that ends at once must not close connections that others are still making
     try:
         writer.send((True, function(make_world(rank, world_size), *arguments)))
     except BaseException:

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import IO
@@ -23,6 +23,7 @@ from paceline.data.archives.places import read_at
 from paceline.runs.drafts import draft_of, remove_drafts
 
 _SUFFIX = ".data"
+_RESERVED = ".reserved"
 _LOCKS = 64
 _SPARE_BYTES = 256 * 2**20  # of the disk: for checkpoints and logs
 _USED_LATELY_S = 600.0  # files of other runs that were used within this time are not removed
@@ -125,31 +126,39 @@ class FileCache:
         self, key: str, size_bytes: int, write: Callable[[Path], object], own: Collection[str], keep: Collection[str]
     ) -> Outcome:
         path = self._path(key)
-        draft = draft_of(path)
-        with _lock(self._folder / "room.lock", waits=True):
+        draft, reservation = draft_of(path), draft_of(self._folder / f"{key}{_RESERVED}")
+        with self._room_lock():
             remove_drafts(self._folder)
             if not self._make_room(size_bytes, own, keep):
                 return Outcome.FULL
-            with draft.open("xb") as file:
+            with draft.open("xb"), reservation.open("xb") as file:
                 file.truncate(size_bytes)  # others count it from now on
         try:
             write(draft)
             os.utime(draft)
-            draft.replace(path)
+            with self._room_lock():  # a count sees either the reservation or the file
+                draft.replace(path)
+                reservation.unlink()
         finally:
             draft.unlink(missing_ok=True)
+            reservation.unlink(missing_ok=True)
         return Outcome.KEPT
+
+    def _room_lock(self) -> AbstractContextManager[bool]:
+        return _lock(self._folder / "room.lock", waits=True)
 
     def _make_room(self, size_bytes: int, own: Collection[str], keep: Collection[str]) -> bool:
         about = []
         for entry in os.scandir(self._folder):
-            with suppress(FileNotFoundError):  # renamed or removed at this moment
+            with suppress(FileNotFoundError):  # removed at this moment
                 about.append((entry.stat(), entry.name))
         about.sort(key=lambda item: item[0].st_mtime)
-        used = sum(stat.st_size for stat, _ in about)
-        # The size of a draft is reserved, but not yet taken from the disk.
-        reserved = sum(max(0, stat.st_size - 512 * stat.st_blocks) for stat, _ in about)
-        disk = shutil.disk_usage(self._folder).free - reserved - _SPARE_BYTES
+        # A file that is being written counts with its reservation. How much of it is on the disk changes all the time.
+        drafts = [stat for stat, name in about if f"{_SUFFIX}." in name]
+        reserved = sum(stat.st_size for stat, name in about if f"{_RESERVED}." in name)
+        used = reserved + sum(stat.st_size for stat, name in about if name.endswith(_SUFFIX))
+        unwritten = max(0, reserved - sum(512 * stat.st_blocks for stat in drafts))
+        disk = shutil.disk_usage(self._folder).free - unwritten - _SPARE_BYTES
         excess = max(used + size_bytes - self.limit_bytes, size_bytes - disk)
         removable = []
         for stat, name in about:
