@@ -266,6 +266,23 @@ def test_a_transient_flip_on_the_only_rank(tmp_path: Path, undisturbed: list[Any
 
 
 @pytest.mark.long
+def test_a_single_rank_that_is_always_wrong(tmp_path: Path) -> None:
+    """Both computations of its lane are equal, but not the known weights: checked in the first audit of an epoch."""
+    flip = ("--inject", "flip rank=0 step=70 steps=100000 bit=24")
+    answer = paceline(*LIFE, "--processes=1", "--audit=10%", *flip, "--output-dir=run", cwd=tmp_path)
+    assert answer.code == EXIT_CORRUPTION, answer
+    run = tmp_path / "run"
+    for found in read_findings(run):
+        assert (found["rank"], found["is_permanent"]) == (0, True)
+        # Epochs have 45 steps. The check of the second one passed; the fault begins after it.
+        assert 45 < found["audited_step"] < 70
+        assert 90 < found["step"] < 110
+    failures = read_failures(run)
+    assert [failure["cause"] for failure in failures] == [Cause.CORRUPTION] * 2
+    assert failures[0]["step"] - failures[0]["lost_steps"] <= found["audited_step"]
+
+
+@pytest.mark.long
 def test_two_ranks_cannot_say_which_one_is_wrong(tmp_path: Path) -> None:
     flip = ("--inject", "flip rank=1 step=30 steps=1000 bit=24")
     answer = paceline(*LIFE, "--processes=2", "--audit=50%", *flip, "--output-dir=run", cwd=tmp_path)

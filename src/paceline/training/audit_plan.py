@@ -82,7 +82,7 @@ def describe_audit(config: Config, world: World) -> str | None:
         return None
     text = f"{config.guard.audit} of the steps"
     if world.world_size == 1:
-        return f"{text}, computed twice: one rank finds a fault that passes, but not a processor that is always wrong"
+        return f"{text}, computed twice; in each epoch a short training whose weights are known, too"
     if world.world_size == NO_MAJORITY:
         return f"{text}, recomputed on the other rank; with two ranks a lasting fault is found, but not whose it is"
     return f"{text}, recomputed on another rank"

@@ -106,6 +106,11 @@ class Faults:
             if steps > 1 or self._flipped_at[fault.number] == step:
                 _flip_gradient(model, fault.tensor, int(fault.values.get("bit", _DEFAULT_BIT)))
 
+    def has_lasting_flip(self, step: int) -> bool:
+        """Whether this rank simulates a processor that is wrong in every computation of this step."""
+        flips = [fault for fault in self._faults if fault.kind == FLIP and fault.values.get("steps", 1) > 1]
+        return any(fault.step <= step < fault.step + fault.values["steps"] for fault in flips)
+
     def check_memory(self, microbatch: int, step: int) -> None:
         """Raise OutOfMemoryError if a microbatch of this size should not fit."""
         for fault in self._faults:

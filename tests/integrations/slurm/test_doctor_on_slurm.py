@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from harness.slurm import Cluster
-from paceline.tools.doctor.known_training import KNOWN_HASH
+from paceline.training.known_training import KNOWN_HASH
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 DOCTOR = (sys.executable, "-m", "paceline", "doctor", "--launch=slurm", "--json")

@@ -24,7 +24,7 @@ import paceline as package
 from harness.cli import Answer, command, environment, paceline
 from harness.processes import processes_in, seconds_until_empty, started
 from paceline.cli.main import main
-from paceline.tools.doctor.known_training import KNOWN_HASH
+from paceline.training.known_training import KNOWN_HASH
 
 NOBODY = 65534
 NODE = [

@@ -38,7 +38,6 @@ from paceline.tools.doctor.exchange import (
     try_sums,
 )
 from paceline.tools.doctor.findings import DoctorFinding, failed, merge_nodes, nodes_to_exclude, passed, verdict, warned
-from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone, train_together
 from paceline.tools.doctor.machine import (
     Cores,
     Memory,
@@ -75,6 +74,7 @@ from paceline.tools.doctor.peers import (
 from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, Screen, _as_lines, assemble, read_lines
 from paceline.tools.doctor.request import InjectedFault, InjectedFaults, NodeRole, parse_faults
 from paceline.tools.doctor.software import Software, Torch, check_devices, check_packages, check_python, check_torch
+from paceline.training.known_training import KNOWN_HASH, train_alone, train_together
 
 GB, MB = 2**30, 2**20
 SOFTWARE = Software("0.1.0", "3.11.7", ">=3.11", {"torch": "2.13.0+cpu"}, {"torch": ">=2.11"}, "Linux")
@@ -432,7 +432,13 @@ def test_in_every_round_partners_agree_and_all_pairs_occur(world_size: int) -> N
 def work_together(world: World, to_inject: tuple[InjectedFault, ...]) -> tuple[Any, ...]:
     faults = InjectedFaults(to_inject, world.rank)
     pace = min(measure_pace(world, faults) for _ in range(2))
-    return try_sums(world, faults), try_pairs(world, faults), pace, train_together(world, faults), faults.fault_counts
+    return (
+        try_sums(world, faults),
+        try_pairs(world, faults),
+        pace,
+        train_together(world, faults.flips_a_bit),
+        faults.fault_counts,
+    )
 
 
 def test_three_healthy_real_ranks_get_the_known_weights() -> None:
@@ -490,9 +496,9 @@ def test_plain_numpy_gets_the_known_hash() -> None:
 
 
 def test_one_flipped_bit_changes_the_hash() -> None:
-    assert train_alone("cpu", InjectedFaults()) == KNOWN_HASH
+    assert train_alone("cpu") == KNOWN_HASH
     faults = InjectedFaults((InjectedFault("wrong"),))
-    assert train_alone("cpu", faults) != KNOWN_HASH
+    assert train_alone("cpu", faults.flips_a_bit) != KNOWN_HASH
     assert faults.fault_counts == {"wrong": 1}
 
 

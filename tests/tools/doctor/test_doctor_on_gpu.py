@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from harness.cli import paceline
-from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone
-from paceline.tools.doctor.request import InjectedFaults
+from paceline.training.known_training import KNOWN_HASH, train_alone
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +19,7 @@ pytestmark = [
 
 
 def test_a_gpu_gets_the_known_weights() -> None:
-    assert train_alone("cuda:0", InjectedFaults()) == KNOWN_HASH
+    assert train_alone("cuda:0") == KNOWN_HASH
 
 
 def test_one_rank_on_one_gpu_is_healthy_and_too_many_are_refused(tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ from paceline.tools.doctor import exchange, peers
 from paceline.tools.doctor.examine import examine_node
 from paceline.tools.doctor.exchange import Sums, measure_pace, try_pairs, try_sums
 from paceline.tools.doctor.findings import DoctorFinding, failed, skipped
-from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone, train_together
 from paceline.tools.doctor.network import gather_network, own_address
 from paceline.tools.doctor.peers import LeftToken, Listener, Probe, leave_token, probe_all, read_token
 from paceline.tools.doctor.rank_report import DONE, RankReport
 from paceline.tools.doctor.request import DoctorRequest, InjectedFaults, NodeRole
+from paceline.training.known_training import KNOWN_HASH, train_alone, train_together
 from paceline.training.same_ranks import hash_code
 
 _ARRIVE_S = 25.0  # for ranks that import torch on a slow disk
@@ -190,7 +190,9 @@ class Session:
         self._find(
             "RANKS",
             exchange.check_pace([measure_pace(world, self._faults)], [world.host]),
-            exchange.check_training([train_alone(world.device, self._faults)], [], KNOWN_HASH, [world.host]),
+            exchange.check_training(
+                [train_alone(world.device, self._faults.flips_a_bit)], [], KNOWN_HASH, [world.host]
+            ),
         )
 
     # --- With the other ranks -----------------------------------------------------------------------------------------
@@ -315,8 +317,8 @@ class Session:
         self.report.phase = "links"
         self._find("RANKS", self._check_links(rendezvous, world))
         self.report.phase = "training"
-        alone = rendezvous.exchange("alone", train_alone(world.device, self._faults))
-        together = rendezvous.exchange("together", train_together(world, self._faults))
+        alone = rendezvous.exchange("alone", train_alone(world.device, self._faults.flips_a_bit))
+        together = rendezvous.exchange("together", train_together(world, self._faults.flips_a_bit))
         self._find("RANKS", exchange.check_training(alone, together, KNOWN_HASH, hosts))
         wait_for_all(world)
         dist.destroy_process_group()

@@ -9,6 +9,7 @@ ranks. A rank with another hash has computed or received a wrong number.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from paceline.data.draws import draw_below
 from paceline.parallel.collectives import sum_over_ranks, tree_sum
 from paceline.runtime.detect import World
-from paceline.tools.doctor.request import InjectedFaults
 
 STEPS = 30
 KNOWN_HASH = "c1856cafbbe694a199663e77a5a0db80054dd009144c8813d66c1a23e64f3b6e"
@@ -26,17 +26,17 @@ _MOMENTUM, _LR = 0.875, 0.0625
 _DAMAGED_STEP = 10
 
 
-def train_alone(device: str, faults: InjectedFaults) -> str:
-    """Train on this rank alone. Returns the hash of the weights."""
-    return _train(device, faults, World(0, 1, 0, 1, "doctor", "", device, "", 1))
+def train_alone(device: str, flips_a_bit: Callable[[], bool] = lambda: False) -> str:
+    """Train on this rank alone. Returns the hash of the weights. `flips_a_bit`: an injected fault."""
+    return _train(device, flips_a_bit, World(0, 1, 0, 1, "alone", "", device, "", 1))
 
 
-def train_together(world: World, faults: InjectedFaults) -> str:
+def train_together(world: World, flips_a_bit: Callable[[], bool] = lambda: False) -> str:
     """Train with all ranks: each takes a share of every batch, and gradients are exchanged. Collective."""
-    return _train(world.device, faults, world)
+    return _train(world.device, flips_a_bit, world)
 
 
-def _train(device: str, faults: InjectedFaults, world: World) -> str:
+def _train(device: str, flips_a_bit: Callable[[], bool], world: World) -> str:
     inputs, targets = _make_data(device)
     weights = _make_weights(device)
     speed = torch.zeros_like(weights)
@@ -44,7 +44,7 @@ def _train(device: str, faults: InjectedFaults, world: World) -> str:
     for step in range(STEPS):
         rows = torch.zeros(_SAMPLES, len(weights), device=device)
         rows[mine] = _gradients(weights, inputs[mine], targets[mine])
-        if step == _DAMAGED_STEP and faults.flips_a_bit():
+        if step == _DAMAGED_STEP and flips_a_bit():
             _flip_a_bit(rows[world.rank % _SAMPLES])
         # Each element is one rank's number plus zeros: exact in any order, except the sign of a zero (no effect).
         sum_over_ranks(rows, world)
