@@ -144,7 +144,7 @@ def _strip(session: Any, world: Any) -> Any:
 
     class BareStep(TrainStep):
         def gradients(self, batch: Any, step: int, *, wants_stop: bool) -> StepReport:
-            sums, _ = self._run_share(batch, step, wants_stop)
+            sums, _ = self._run_share(self.share_of(batch, step), step, wants_stop)
             return StepReport(sums, 0.0, 0.0, False, 0.0)
 
         def _record_waiting(self) -> None:

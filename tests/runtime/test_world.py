@@ -11,6 +11,7 @@ from paceline.errors import UserError
 from paceline.runtime.detect import (
     ALONE,
     Nodes,
+    RankEnvironment,
     agent_variables,
     build_world,
     read_nodes,
@@ -63,6 +64,40 @@ def test_threads_are_divided_between_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_one_rank() -> None:
     assert build_world(ParallelConfig(device="cpu"), ALONE).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "ranks_per_gpu", "devices", "backend"),
+    [
+        (2, 2, 1, ["cuda:0", "cuda:1"], "nccl"),
+        (1, 4, 4, ["cuda:0"] * 4, "gloo"),
+        (2, 3, 2, ["cuda:0", "cuda:0", "cuda:1"], "gloo"),
+        (1, 1, 4, ["cuda:0"], "nccl"),  # a single rank rehearses nothing
+    ],
+)
+def test_a_rehearsal_puts_several_ranks_on_each_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, ranks_per_gpu: int, devices: list[str], backend: str
+) -> None:
+    """NCCL refuses several ranks on one GPU."""
+    monkeypatch.setattr("paceline.runtime.detect.count_gpus_without_torch", lambda: gpus)
+    config = ParallelConfig(ranks_per_gpu=ranks_per_gpu)
+    worlds = [
+        build_world(config, RankEnvironment(rank, ranks, rank, ranks, launcher="paceline")) for rank in range(ranks)
+    ]
+    assert [world.device for world in worlds] == devices
+    assert {world.backend for world in worlds} == {backend}
+    assert {world.ranks_per_gpu for world in worlds} == {ranks_per_gpu if backend == "gloo" else 1}
+    with pytest.raises(UserError) as refused:
+        build_world(config, RankEnvironment(0, 9, 0, 9, launcher="paceline"))
+    assert refused.value.got == f"9 ranks, {gpus} GPUs"
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_rehearsal_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr("paceline.runtime.detect.count_gpus_without_torch", lambda: 0)
+    with pytest.raises(UserError) as refused:
+        build_world(ParallelConfig(device=device, ranks_per_gpu=2), ALONE)  # type: ignore[arg-type]
+    assert refused.value.where == "flag --ranks-per-gpu"
 
 
 def test_an_agent_gets_its_node_rank() -> None:

@@ -40,7 +40,7 @@ FLAGS = (
     "bce_threshold focal_gamma class_weights best_by "
     "teacher distill distill_temperature distill_weight teacher_sha256 "
     "strategy processes lanes exact sync_bn cpu_offload fsdp_wrap reshard_after_forward bucket_cap_mb "
-    "exchange_dtype device omp_num_threads "
+    "exchange_dtype device ranks_per_gpu omp_num_threads "
     "output_dir resume load_policy best_is_latest start_over_if_damaged init_from accept_new_data "
     "keep_every_epochs save_epochs save_steps keep_last keep_best async_save log_frequency metric_lines "
     "track rehearse profile "

@@ -45,7 +45,7 @@ BEFORE = {
 }
 # These do not change what a run computes.
 SILENT = (
-    *("output_dir", "resume", "load_policy", "track", "max_steps", "metrics", "processes", "profile"),
+    *("output_dir", "resume", "load_policy", "track", "max_steps", "metrics", "processes", "profile", "ranks_per_gpu"),
     *(
         "accept_new_data",
         "start_over_if_damaged",

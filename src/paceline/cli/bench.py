@@ -17,7 +17,7 @@ from paceline.runs.folder import write_json
 from paceline.runtime.detect import (
     RankEnvironment,
     check_whole_job,
-    count_gpus,
+    count_gpu_ranks,
     read_nodes,
     read_rank_environment,
     threads_per_rank,
@@ -120,12 +120,12 @@ def _check_world(request: BenchRequest, loaded: LoadedConfig, local: int, world_
         raise UserError(
             "collectives need two ranks or more", got="1 rank", hint="--processes 2, on one GPU with --device cpu"
         )
-    gpus = count_gpus(request.config.parallel)
-    if 0 < gpus < local:
+    room = count_gpu_ranks(request.config.parallel)
+    if 0 < room < local:
         raise UserError(
             "more ranks than GPUs on this machine",
-            got=f"{local} ranks, {gpus} GPUs",
-            hint=f"--processes {gpus}, or --device cpu",
+            got=f"{local} ranks, room for {room}",
+            hint=f"--processes {room}, or --device cpu, or --ranks-per-gpu {local}",
         )
 
 

@@ -18,7 +18,7 @@ from paceline.models.external import PER_RANK, draws_per_rank
 from paceline.runs.comparison import HASHES, SHORT_HASH, Row, largest_loss_difference
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace, claimed, new_place
-from paceline.runtime.detect import count_gpus, read_rank_environment
+from paceline.runtime.detect import count_gpu_ranks, read_rank_environment
 from paceline.settings.declare import Arg, Range
 from paceline.settings.load import LoadedConfig
 from paceline.settings.rules import check_world
@@ -163,13 +163,13 @@ def _check_run(arguments: list[str], size: int, folder: Path) -> None:
 
 
 def _check_devices(loaded: LoadedConfig, sizes: list[int]) -> None:
-    gpus = count_gpus(loaded.config.parallel)
-    if 0 < gpus < max(sizes):
+    room = count_gpu_ranks(loaded.config.parallel)
+    if 0 < room < max(sizes):
         raise UserError(
             "more ranks than GPUs on this machine",
             where="flag --world-sizes",
-            got=f"{max(sizes)} ranks, {gpus} GPUs",
-            hint=f"--world-sizes up to {gpus}, or --device cpu",
+            got=f"{max(sizes)} ranks, room for {room}",
+            hint=f"--world-sizes up to {room}, or --device cpu, or --ranks-per-gpu {max(sizes)}",
         )
 
 

@@ -49,6 +49,11 @@ def draw_sequence(starts: Tensor, numbers: Tensor) -> Tensor:
     return _mix(starts + (numbers + 1) * _signed(_GOLDEN))
 
 
+def later_start(starts: Tensor, count: int) -> Tensor:
+    """The starts of the same sequences without their first `count` numbers."""
+    return starts + _signed(count * _GOLDEN % _WORD)
+
+
 def draw_sequence_on_host(starts: Tensor, first: int, count: int) -> npt.NDArray[np.int64]:
     """The same bits for `count` numbers from `first` on, a row per start, by numpy.
 

@@ -17,7 +17,7 @@ from paceline.runs.folder import has_checkpoint
 from paceline.runs.place import check_init_from, check_paths
 from paceline.runs.stores import is_url
 from paceline.runs.trust import require_trusted_recipe
-from paceline.runtime.detect import RankEnvironment, count_gpus
+from paceline.runtime.detect import RankEnvironment, count_gpu_ranks, count_gpus
 from paceline.runtime.resources import usable_cores
 from paceline.settings.load import LoadedConfig, load_config
 from paceline.settings.recipe_file import DEFAULT_RECIPE, RESOLVED
@@ -165,7 +165,7 @@ def allowed_worlds(loaded: LoadedConfig) -> list[int]:
     if not asked.is_open:
         fitting = fitting_worlds(config, asked)
         if asked.low < asked.high and fitting:
-            room = count_gpus(config.parallel) or asked.high
+            room = count_gpu_ranks(config.parallel) or asked.high
             return [size for size in fitting if size <= room] or fitting[:1]
         return [asked.high]
     return (fitting_worlds(config, ProcessRange(1, _room(config))) or [1])[-1:]
@@ -173,7 +173,7 @@ def allowed_worlds(loaded: LoadedConfig) -> list[int]:
 
 def _room(config: Config) -> int:
     """Ranks that this machine has GPUs or cores for."""
-    return count_gpus(config.parallel) or min(usable_cores(), _MOST_CPU_RANKS)
+    return count_gpu_ranks(config.parallel) or min(usable_cores(), _MOST_CPU_RANKS)
 
 
 def explain_fewer_ranks(loaded: LoadedConfig) -> str | None:

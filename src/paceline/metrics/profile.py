@@ -53,7 +53,7 @@ class Recording:
         self._device = device
         self._is_cuda = device.startswith("cuda")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_cuda else [])]
-        self._profiler = profile(activities=activities)
+        self._profiler = profile(activities=activities, acc_events=True)  # of one cycle; without it torch warns
         self._mark: Any = None
         self._seconds = 0.0
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.data.draws import draw_bits_from, draw_sequence, draw_sequence_on_host, start_of
+from paceline.data.draws import draw_bits_from, draw_sequence, draw_sequence_on_host, later_start, start_of
 
 _VALUES = 2**16  # of one draw. One hash of 64 bits gives four draws, which saves three hashes.
 _DRAWS_PER_HASH = 4
@@ -75,8 +75,11 @@ def draw_kept(shape: torch.Size, p: float, keys: Tensor, layer: int) -> Tensor:
     if keys.device.type == "cpu" and not torch.compiler.is_compiling():
         draws = draw_sequence_on_host(keys, first, hashes).view(np.int16)
         return torch.from_numpy(draws[:, :features] >= limit).view(shape)
-    numbers = torch.arange(first, first + hashes, device=keys.device)
-    return (draw_sequence(keys[:, None], numbers).view(torch.int16)[:, :features] >= limit).view(shape)
+    # A compiled kernel computes a range, and sums and products with it, as an index of 32 bits, which cannot hold our
+    # constants. The exclusive or, which changes nothing, makes it a tensor of 64 bits.
+    numbers = torch.arange(hashes, device=keys.device) ^ 0
+    drawn = draw_sequence(later_start(keys, first)[:, None], numbers)
+    return (drawn.view(torch.int16)[:, :features] >= limit).view(shape)
 
 
 def dropped_share(p: float) -> float:

@@ -27,6 +27,8 @@ from paceline.parallel.shared_gradients import SharedGradients, share_gradients
 from paceline.runtime.detect import World
 from paceline.settings.schema import SHARDED, Config
 
+_NEVER = 2**31 - 1
+
 
 @dataclass
 class ParallelModel:
@@ -197,7 +199,7 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
         # Channels-last convolutions are faster on CPUs and tensor cores. FSDP sets the layout of its shards itself.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     forward: Any = torch.compile(model, dynamic=False) if is_compiled else model
-    if strategy == "ddp" and world.world_size > 1 and not config.parallel.exact:
+    if strategy == "ddp" and not config.parallel.exact and (world.world_size > 1 or _is_nccl_group(world)):
         # A scaler (fp16), clipping and later unfreezing write to the gradients on every rank, which is wrong for
         # shared memory.
         optim = config.optim
@@ -235,6 +237,11 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
     return ParallelModel(model, forward, strategy, dtype, exposed=exposed)
 
 
+def _is_nccl_group(world: World) -> bool:
+    """A single GPU with `--strategy ddp` is a group of one: the exchange is real, and can be tested there."""
+    return world.backend == "nccl" and dist.is_initialized()
+
+
 class _WithPiggybackedScalars(nn.Module):
     """A model with a few extra scalars that DDP averages together with the gradients.
 
@@ -266,7 +273,10 @@ def _wrap_ddp(model: nn.Module, device: torch.device, bucket_cap_mb: int) -> Dis
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     # Gradients stay in the buckets: this saves a copy per step, and guards read a few large tensors.
     options: dict[str, Any] = {switch: False, "gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb or None}
-    return DistributedDataParallel(model, device_ids=device_ids, **options)
+    wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
+    # After its first ten steps DDP measures every n-th with events, which a recorded step cannot contain.
+    wrapped._set_ddp_runtime_logging_sample_rate(_NEVER)
+    return wrapped
 
 
 def sum_as_bf16(bucket: Any) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.runtime.recorded import is_recording
+
 
 class Exposed:
     """Exposed communication of this rank since the last `take`."""
@@ -53,6 +55,8 @@ class Exposed:
         return seconds, size_bytes
 
     def _mark_ready(self, _: Tensor) -> None:
+        if is_recording():
+            return  # a replayed event cannot be read
         self._ready_at = _record() if self._is_cuda else time.perf_counter()
 
 

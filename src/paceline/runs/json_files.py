@@ -285,6 +285,7 @@ RESULTS = Fields(
             optional={
                 **dict.fromkeys(("backend", "gradients", "precision"), str),
                 **dict.fromkeys(("world_size", "global_batch_size", "rank_batch_size", "epochs"), COUNT),
+                **dict.fromkeys(("is_compiled", "is_recorded"), bool),
                 "learning_rate": Number(0),
                 "communicated_bytes_per_step": _SIZE,
             }

@@ -74,6 +74,7 @@ class World:
     device: str  # "cpu" or "cuda:1"
     backend: str  # "gloo" or "nccl"
     threads: int
+    ranks_per_gpu: int = 1  # more: a rehearsal
 
     @property
     def is_primary(self) -> bool:
@@ -89,7 +90,8 @@ class World:
         kind = "cuda" if self.device.startswith("cuda") else "cpu"
         threads = f"{self.threads} CPU thread" + ("s" if self.threads > 1 else "")
         threads += " each" if self.world_size > 1 else ""
-        return f"{ranks}{nodes} by {self.launcher}, {kind}, {self.backend}, {threads}"
+        shared = f" (a rehearsal: {self.ranks_per_gpu} ranks on each GPU)" if self.ranks_per_gpu > 1 else ""
+        return f"{ranks}{nodes} by {self.launcher}, {kind}, {self.backend}{shared}, {threads}"
 
 
 @dataclass(frozen=True)
@@ -251,17 +253,32 @@ def count_gpus(config: ParallelConfig) -> int:
     return count
 
 
+def count_gpu_ranks(config: ParallelConfig) -> int:
+    """Ranks that the GPUs of this process have room for; 0 without a GPU."""
+    gpus = count_gpus(config)
+    if config.ranks_per_gpu > 1 and not gpus:
+        raise UserError(
+            "--ranks-per-gpu needs a GPU",
+            where="flag --ranks-per-gpu",
+            got=f"{config.ranks_per_gpu}, on the CPU",
+            hint="leave it out: --processes sets the ranks of a CPU",
+        )
+    return gpus * config.ranks_per_gpu
+
+
 def build_world(config: ParallelConfig, environment: RankEnvironment) -> World:
     """Add the device and its backend."""
-    gpus = count_gpus(config)
+    gpus, room = count_gpus(config), count_gpu_ranks(config)
     # srun may show each task only its own GPU. If two tasks see the same one, the roll call finds it.
     sees_own = gpus == 1 and environment.launcher == "srun"
-    if gpus and environment.local_world_size > gpus and not sees_own:
+    if gpus and environment.local_world_size > room and not sees_own:
         raise UserError(
             "more ranks than GPUs on this node",
             got=f"{environment.local_world_size} ranks, {gpus} GPUs",
-            hint=f"--processes {gpus}, or --device cpu",
+            hint=f"--processes {room}, or --device cpu; --ranks-per-gpu N rehearses a run on more GPUs",
         )
+    is_rehearsal = gpus > 0 and config.ranks_per_gpu > 1 and environment.world_size > 1
+    number = 0 if sees_own else environment.local_rank // config.ranks_per_gpu
     return World(
         rank=environment.rank,
         world_size=environment.world_size,
@@ -269,9 +286,10 @@ def build_world(config: ParallelConfig, environment: RankEnvironment) -> World:
         local_world_size=environment.local_world_size,
         launcher=environment.launcher,
         host=socket.gethostname(),
-        device=f"cuda:{0 if sees_own else environment.local_rank}" if gpus else "cpu",
-        backend="nccl" if gpus else "gloo",
+        device=f"cuda:{number}" if gpus else "cpu",
+        backend="nccl" if gpus and not is_rehearsal else "gloo",  # NCCL refuses two ranks on one GPU
         threads=threads_per_rank(config, 1 if environment.launcher == "srun" else environment.local_world_size),
+        ranks_per_gpu=config.ranks_per_gpu if is_rehearsal else 1,
     )
 
 

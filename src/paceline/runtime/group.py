@@ -60,8 +60,12 @@ def process_group(world: World, environment: RankEnvironment, *, needed: bool) -
         rank=world.rank,
         world_size=world.world_size,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend != world.backend else None,
     )
+    if device.type == "cuda":
+        # A step that exchanges gradients is recorded (runtime/recorded.py), which the default stream does not allow.
+        torch.cuda.synchronize(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
     yield
     # Only after success: closing waits for all ranks. A rank that failed exits without closing.
     _wait_for_exit(store, world)

@@ -17,6 +17,11 @@ _log = logging.getLogger("paceline")
 _PLAIN_CALLS = 2  # in the first calls libraries choose kernels and workspace, and optimizers make their state
 
 
+def is_recording() -> bool:
+    """Whether the current stream is being recorded: nothing runs, and the host must not read or write tensors."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class Recorded:
     """A function of tensors that never reads their values on the host.
 
@@ -24,10 +29,23 @@ class Recorded:
     call.
     """
 
-    def __init__(self, work: Callable[..., Any], read_host: Callable[[], Any] = lambda: None) -> None:
-        """`read_host` returns host state that the work may depend on. Work that changes it is not recorded."""
+    def __init__(
+        self,
+        work: Callable[..., Any],
+        read_host: Callable[[], Any] = lambda: None,
+        *,
+        plain_calls: int = _PLAIN_CALLS,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        """`read_host` returns host state that the work may depend on. Work that changes it is not recorded.
+
+        `plain_calls`: how often the work runs before it is recorded. `agree`: whether something is true on all ranks,
+        for work with collectives, which all ranks record or none.
+        """
         self._work = work
         self._read_host = read_host
+        self._plain_calls = plain_calls
+        self._agree = agree
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_refused = False
@@ -36,7 +54,7 @@ class Recorded:
 
     def __call__(self, *inputs: Tensor) -> Any:
         self._calls += 1
-        if self._graph is None and self._calls > _PLAIN_CALLS and not self._is_refused:
+        if self._graph is None and self._calls > self._plain_calls and not self._is_refused:
             self._record(inputs)
         if self._graph is None:
             return self._work_plainly(*inputs)
@@ -59,26 +77,32 @@ class Recorded:
         self._calls, self._graph, self._inputs, self._outputs = 0, None, (), None
 
     def _work_plainly(self, *inputs: Tensor) -> Any:
-        if self._calls != _PLAIN_CALLS:
+        if self._calls != self._plain_calls:
             return self._work(*inputs)
         before = self._read_host()  # compared in the last call before the recording: the first call may compile
         answer = self._work(*inputs)
-        if before != self._read_host():
-            self._is_refused = True
+        self._is_refused = not self._agree(before == self._read_host())
+        if self._is_refused:
             _log.info("note: not recorded as a CUDA graph: each step changes random or other state on the host")
         return answer
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = tuple(given.clone() for given in inputs)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph, reason = torch.cuda.CUDAGraph(), ""
+        # The default stream cannot be recorded. A rank that exchanges gradients has a stream of its own, on which all
+        # of its work runs (runtime/group.py).
+        current = torch.cuda.current_stream()
+        stream = None if current == torch.cuda.default_stream() else current
         try:
             # Record only this thread's work: a thread that writes a checkpoint may use the GPU at the same time.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._outputs = self._work(*self._inputs)
         except RuntimeError as error:  # work that reads values on the host; it runs without a graph
+            reason = str(error).splitlines()[0]
+        torch.cuda.synchronize()
+        if not self._agree(not reason):
             self._is_refused = True
-            _log.info("note: not recorded as a CUDA graph: %s", str(error).splitlines()[0])
-            torch.cuda.synchronize()
+            _log.info("note: not recorded as a CUDA graph: %s", reason or "another rank cannot record it")
             return
         self._graph = graph

@@ -15,11 +15,13 @@ from paceline.settings.small_files import parse_json, read_small
 _LARGEST_LEDGER_BYTES = 20_000_000
 PHASES = ("start", "data", "forward", "backward", "reduce", "update", "save", "evaluate", "finish")
 FLIP = "flip"
+GPU_HANG = "gpu-hang"
 # What each fault does, and its settings besides rank, step, phase and times.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kill": ("SIGKILL of the rank", ()),
     "hang": ("the rank sleeps for ever", ()),
     "freeze": ("the rank sleeps for ever in C, holding Python's lock", ()),
+    GPU_HANG: ("the rank's GPU computes for ever, as in a collective that another rank does not reach", ()),
     "raise": ("an exception", ()),
     "exit": ("the rank leaves with an exit code", ("code",)),
     "slow": ("the rank sleeps in each of a number of steps", ("steps", "seconds")),

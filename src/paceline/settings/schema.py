@@ -232,6 +232,10 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU."""
 
+    ranks_per_gpu: Annotated[int, Range(low=1, high=64)] = 1
+    """Ranks that share a GPU: rehearses a run on several GPUs with fewer. They exchange through gloo, and steps are not
+    recorded, so it is slow."""
+
     omp_num_threads: Annotated[int, Range(low=0, high=1024)] = 0
     """CPU threads per rank; 0: cores divided by the ranks of this node."""
 

@@ -121,7 +121,7 @@ def _diagnose(session: TrainingSession, batch: Batch) -> dict[str, Any]:
         return finding  # a sharded forward pass needs all ranks, and one may have ended
     model = session.components.model.module
     session.components.step.seed(session.state.step, session.world.rank)
-    session.components.model.set_keys(session.components.step.keys_of(batch, session.state.step))
+    session.components.model.set_keys(session.components.step.share_of(batch, session.state.step).keys)
     with _first_bad_output(model) as found, autocast(session.components.model, session.world):
         logits = model(batch.inputs).float()
         objective = session.components.step.objective

@@ -45,7 +45,7 @@ def describe_run(components: Components, world: World, place: RunPlace) -> list[
     return [
         f"paceline  {paceline.__version__}: {recipe_of(place.folder)} on {ranks}",
         f"model     {plan.config.model.model_name}, {components.num_parameters:,} parameters,"
-        f" strategy {components.model.strategy}{_way(components)}, {precision}",
+        f" strategy {components.model.strategy}{_way(components)}, {precision}{_launches(components, world)}",
         f"data      {describe_data(plan)}",
         *([f"order     {plan.info.order}"] if plan.info.order else []),
         *([f"keep      {describe_kept(plan)}"] if plan.config.data.keep_share < 1 else []),
@@ -69,6 +69,14 @@ def _draws_per_rank(components: Components) -> bool:
 def _way(components: Components) -> str:
     exchange = components.step.exchange
     return f" through {exchange}" if exchange == "shared memory" or exchange.endswith("bf16") else ""
+
+
+def _launches(components: Components, world: World) -> str:
+    """On a GPU: whether steps are compiled, and replayed as CUDA graphs."""
+    if not world.device.startswith("cuda"):
+        return ""
+    compiled = ", compiled" if components.model.is_compiled else ""
+    return f"{compiled}, steps {'' if components.step.is_recorded else 'not '}recorded"
 
 
 def _device_name(device: str) -> str:

@@ -21,13 +21,14 @@ from paceline.checkpoints.format import MANIFEST, step_folders
 from paceline.data.loader import Batch
 from paceline.errors import EXIT_INTERNAL, PacelineError, UserError
 from paceline.runs.folder import flush
-from paceline.settings.faults import EVERY_RANK, FLIP, Fault, read_ledger
+from paceline.settings.faults import EVERY_RANK, FLIP, GPU_HANG, Fault, read_ledger
 from paceline.settings.small_files import write_plain
 
 _DEFAULT_PHASE = "forward"
 _BATCH_FAULTS = ("nan", "spike", "inf-gradient", "oom")
 _SAVE_FAULTS = ("full-disk", "slow-disk")
 _ENDLESS_S = 10**6
+_ENDLESS_CYCLES = 2**62
 _DEFAULT_BIT = 20  # of 32
 _MOST_NAMES = 12
 _leaked: list[bytearray] = []
@@ -45,6 +46,8 @@ class Faults:
         self._done = {fault.number: 0 for fault in self._faults}
         self._flipped_at: dict[int, int] = {}  # by the number of the fault: its first step in this attempt
         self._hook: torch.utils.hooks.RemovableHandle | None = None
+        if any(fault.kind == GPU_HANG for fault in self._faults) and not torch.cuda.is_available():
+            raise UserError(f"the fault {GPU_HANG} needs a GPU", where="flag --inject", hint="hang, on a CPU")
         for row in read_ledger(ledger):
             if row["rank"] == rank and row["fault"] in self._done:
                 self._done[row["fault"]] += 1
@@ -156,6 +159,8 @@ class Faults:
         elif fault.kind == "freeze":
             while True:  # PyDLL holds the interpreter's lock; a signal ends only one sleep
                 ctypes.PyDLL(None).sleep(_ENDLESS_S)
+        elif fault.kind == GPU_HANG:
+            torch.cuda._sleep(_ENDLESS_CYCLES)  # queued: the host waits when it reads the next value
         elif fault.kind == "raise":
             raise RuntimeError(f"injected: {fault}")
         elif fault.kind == "exit":

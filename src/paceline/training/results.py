@@ -102,6 +102,8 @@ class Results:
     ranks: list[dict[str, Any]]  # one entry per rank
     hashes: dict[str, str]
     limits: dict[str, Any]
+    is_compiled: bool
+    is_recorded: bool  # steps were replayed as CUDA graphs
     profile: dict[str, Any] | None  # None without --profile
     set_up_s: float  # what was computed from the training data before the first step
     start_up: dict[str, float]  # seconds before the first step, by stage: metrics/start_clock.py
@@ -172,6 +174,8 @@ class Results:
                 "epochs": train.epochs,
                 "learning_rate": plan.peak_lr,
                 "precision": self.precision,
+                "is_compiled": self.is_compiled,
+                "is_recorded": self.is_recorded,
             },
             "performance": {
                 "avg_final_loss": self.final_epoch.get("loss"),
@@ -220,6 +224,8 @@ def make_results(
         ranks=ranks,
         hashes=hashes,
         limits=find_limits(components, session.world, ranks),
+        is_compiled=components.model.is_compiled,
+        is_recorded=components.step.is_recorded,
         profile=profile,
         set_up_s=session.guards.start.set_up_s,
         start_up=session.guards.start.summary(),

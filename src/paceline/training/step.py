@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class TrainStep:
         self._bytes_to_sum = model.bytes_to_sum()
         self._busy_s = 0.0
         self._lane_digest: Tensor | None = None
+        self._audited_lane: int | None = None  # of this rank's lanes, in the current step
         # The forward pass changes running statistics. They are restored if the step is dropped.
         named = {name: value for name, value in model.module.named_parameters() if value.requires_grad}
         self._trained = list(named.values())
@@ -122,34 +123,57 @@ class TrainStep:
         """Forward, backward, and the sum over ranks. Collective: the ranks also agree on a stop here."""
         self._busy_s = 0.0
         self._lane_digest = None
-        if self._buffers:
-            torch._foreach_copy_(self._before, self._buffers)
-        sums, agreed = (self._run_lanes if self._reducer else self._run_share)(batch, step, wants_stop)
-        self._drop_frozen()
+        self._audited_lane = batch.audit.lane if batch.audit is not None else None
+        share = self.share_of(batch, step)
+        if self._model.shared is None and not (self._model.is_sharded and self._world.world_size > 1):
+            sums, row = self._make_gradients(share, step, wants_stop)
+            return self._report(sums, row.tolist())  # the step waits for the device only here
+        sums, agreed = self._sum_gradients(share, step, wants_stop)
         if self._model.shared is not None:
             self._record_waiting()
             stop, loss, missing = agreed.tolist()
             if missing:
                 self._model.drop_absent()
             return StepReport(sums, loss, self._model.shared.norm, stop > 0, self._busy_s)
-        self.scaler.unscale_(self._optimizer)
+        # The norm of sharded gradients needs a collective anyway; the agreement is part of it.
         norm = total_norm(self._model.local_gradients())
-        if self._model.is_sharded and self._world.world_size > 1:
-            # The norm of sharded gradients needs a collective anyway; the agreement is part of it.
-            row = torch.cat([norm.square().to(agreed).reshape(1), agreed, self._model.shard_presence()])
-            summed = sum_over_ranks(row, self._world)
-            norm_squared, *agreed_values, missing = summed[: 2 + len(agreed)].tolist()
-            norm_value = (norm_squared / self._model.copies) ** 0.5
-            stop, loss = (value / self._world.world_size for value in agreed_values)
-            if missing:
-                self._model.drop_absent(summed[1 + len(agreed) :])
-        else:
-            # The step waits for the device only here.
-            norm_value, stop, loss, *missing_count = torch.cat([norm.to(agreed).reshape(1), agreed]).tolist()
-            if any(missing_count):
-                (self._reducer or self._model).drop_absent()
+        row = torch.cat([norm.square().to(agreed).reshape(1), agreed, self._model.shard_presence()])
+        summed = sum_over_ranks(row, self._world)
+        norm_squared, *agreed_values, missing = summed[: 2 + len(agreed)].tolist()
+        norm_value = (norm_squared / self._model.copies) ** 0.5
+        stop, loss = (value / self._world.world_size for value in agreed_values)
+        if missing:
+            self._model.drop_absent(summed[1 + len(agreed) :])
         self._record_waiting()
-        return StepReport(sums, loss, norm_value, stop > 0, self._busy_s, self._lane_digest)
+        return StepReport(sums, loss, norm_value, stop > 0, self._busy_s)
+
+    def share_of(self, batch: Batch, step: int) -> Part:
+        """This rank's share of the global batch, with the keys of its samples if the model draws by sample."""
+        keys = self._keys.of(step, len(batch.labels)) if self._keys is not None else None
+        return Part(batch.inputs, batch.labels, keys, loss_scale=batch.loss_scale)
+
+    def _make_gradients(self, share: Part, step: int, wants_stop: bool | Tensor) -> tuple[Rows, Tensor]:
+        """Gradients on this rank, summed over ranks. Returns the sums of this rank's samples, and the values that the
+        host reads: norm, stop wanted, mean loss, and with several ranks the number of missing gradients."""
+        sums, agreed = self._sum_gradients(share, step, wants_stop)
+        return sums, torch.cat([total_norm(self._model.local_gradients()).to(agreed).reshape(1), agreed])
+
+    def _sum_gradients(self, share: Part, step: int, wants_stop: bool | Tensor) -> tuple[Rows, Tensor]:
+        if self._buffers:
+            torch._foreach_copy_(self._before, self._buffers)
+        sums, agreed = (self._run_lanes if self._reducer else self._run_share)(share, step, wants_stop)
+        self._drop_frozen()
+        if self._model.shared is None:
+            self.scaler.unscale_(self._optimizer)
+        return sums, agreed
+
+    def _report(self, sums: Rows, values: list[float]) -> StepReport:
+        """The report of a step from the values of `_make_gradients`."""
+        norm, stop, loss, *missing = values
+        if any(missing):
+            (self._reducer or self._model).drop_absent()
+        self._record_waiting()
+        return StepReport(sums, loss, norm, stop > 0, self._busy_s, self._lane_digest)
 
     def update(self, step: int, lr: float, report: StepReport) -> None:
         """Change the weights."""
@@ -206,12 +230,11 @@ class TrainStep:
         for parameter in self._updated:  # faster than optimizer.zero_grad, which costs as much as ten small operations
             parameter.grad = None
 
-    def keys_of(self, batch: Batch, step: int) -> Tensor | None:
-        """The dropout keys of this rank's samples; None if the model does not draw per sample."""
-        return self._keys.of(step, len(batch.labels)) if self._keys is not None else None
-
     def warm_up(self, inputs: Tensor, labels: Tensor) -> None:
         """Do one-time work before the first step, with inputs of its shape. Weights and state do not change."""
+
+    def enter(self, phase: str, step: int) -> None:
+        self.guards.enter(phase, step)
 
     def seed(self, step: int, rank: int) -> None:
         """Seed the random generators. Call it before the forward pass of a rank, or of a lane."""
@@ -220,39 +243,37 @@ class TrainStep:
     def forget_recordings(self) -> None:
         """Weights or optimizer state were replaced by other tensors. A recorded step refers to the old ones."""
 
-    def _run_share(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Rows, Tensor]:
+    def _run_share(self, share: Part, step: int, wants_stop: bool | Tensor) -> tuple[Rows, Tensor]:
         """Run the rank's whole share at once. The strategy sums the gradients over ranks."""
         self.seed(step, self._world.rank)
-        part = Part(batch.inputs, batch.labels, self.keys_of(batch, step), loss_scale=batch.loss_scale)
-        sums, mine = self._accumulate_gradients(part, step, wants_stop)
+        sums, mine = self._accumulate_gradients(share, step, wants_stop)
         if self._model.shared is not None:
-            self.guards.enter("reduce", step + 1)
+            self.enter("reduce", step + 1)
             agreed = self._model.shared.average(mine)
             self._model.exposed.count(self._bytes_to_sum)
             return self._rows([sums]), agreed
         mine = mine if self._model.piggybacked_scalars is None else self._model.take_piggybacked_scalars()
         return self._rows([sums]), mine
 
-    def _run_lanes(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Rows, Tensor]:
+    def _run_lanes(self, share: Part, step: int, wants_stop: bool | Tensor) -> tuple[Rows, Tensor]:
         """Run the lanes one after the other, as if each were a rank. The reducer sums them in a fixed tree."""
         assert self._reducer is not None
         lanes = self._reducer.lanes_per_rank
         first = self._world.rank * lanes
         self._reducer.begin_step()
         rows = []
-        weight = 1 / self._world.world_size
-        share = Part(batch.inputs, batch.labels, self.keys_of(batch, step), weight, batch.loss_scale)
+        share = replace(share, weight=1 / self._world.world_size)
         for lane, part in enumerate(cut(share, lanes), start=first):
             sums, mine = self._run_lane(part, step, lane, wants_stop)
             rows.append(sums)
-            if batch.audit is not None and lane - first == batch.audit.lane:
+            if lane - first == self._audited_lane:
                 self._lane_digest = self._digest_lane(mine)
             self._reducer.end_lane(mine)
-        self.guards.enter("reduce", step + 1)
+        self.enter("reduce", step + 1)
         return self._rows(rows), self._reducer.end_step()
 
     def _run_lane(
-        self, part: Part, step: int, lane: int, wants_stop: bool, *, is_audit: bool = False
+        self, part: Part, step: int, lane: int, wants_stop: bool | Tensor, *, is_audit: bool = False
     ) -> tuple[Row, Tensor]:
         assert self._reducer is not None
         self.seed(step, lane)
@@ -294,7 +315,7 @@ class TrainStep:
         trained = [f"the gradient of {name}" for name, value in module.named_parameters() if value.requires_grad]
         return [*trained, *(f"the buffer {name}" for name, _ in module.named_buffers()), "the loss"]
 
-    def _accumulate_gradients(self, share: Part, step: int, wants_stop: bool) -> tuple[Row, Tensor]:
+    def _accumulate_gradients(self, share: Part, step: int, wants_stop: bool | Tensor) -> tuple[Row, Tensor]:
         """Forward and backward, microbatch by microbatch.
 
         Returns the sums and this part's piggybacked_scalars: whether to stop, and its mean loss.
@@ -304,7 +325,7 @@ class TrainStep:
         mine = None
         for number, part in enumerate(cut(share, accumulate), start=1):
             began = time.perf_counter()
-            self.guards.enter("forward", step + 1)
+            self.enter("forward", step + 1)
             if self.guards.faults:
                 self.guards.faults.check_memory(len(part.labels), step + 1)
             self._model.reduce_gradients(number == accumulate)
@@ -316,7 +337,7 @@ class TrainStep:
             self._busy_s += time.perf_counter() - began
             if self._world.device == "cpu" and self._model.is_sharded:
                 self._record_waiting()  # its forward pass waits for weights
-            self.guards.enter("backward", step + 1)
+            self.enter("backward", step + 1)
             self._backward(objective, mine)
             self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part.labels))
         assert mine is not None

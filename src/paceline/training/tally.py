@@ -27,7 +27,7 @@ class HostTally:
     def sums(self) -> list[float]:
         return [self._loss, self._correct, self._samples]
 
-    def piggybacked_scalars(self, wants_stop: bool) -> Tensor:
+    def piggybacked_scalars(self, wants_stop: bool | Tensor) -> Tensor:
         """What this rank adds to the exchange: whether to stop, and its mean loss."""
         return torch.tensor([float(wants_stop), self._loss / self._samples])
 
@@ -49,9 +49,11 @@ class DeviceTally:
     def mean_loss(self) -> Tensor:
         return (self._sums[0] / self._sums[2]).float()
 
-    def piggybacked_scalars(self, wants_stop: bool) -> Tensor:
+    def piggybacked_scalars(self, wants_stop: bool | Tensor) -> Tensor:
+        """`wants_stop`: in a recorded step a tensor, because a recording cannot read the host."""
         loss = self.mean_loss()
-        return torch.stack([torch.full_like(loss, float(wants_stop)), loss])
+        stop = wants_stop if isinstance(wants_stop, Tensor) else torch.full_like(loss, float(wants_stop))
+        return torch.stack([stop, loss])
 
 
 class HostSums:

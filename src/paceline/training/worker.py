@@ -76,7 +76,8 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> Results:
         torch.cuda.set_device(world.device)
     else:
         keep_freed_memory()
-    needs_group = resolve_strategy(config, world.world_size) in SHARDED
+    strategy = resolve_strategy(config, world.world_size)
+    needs_group = strategy in SHARDED or (strategy == "ddp" and world.backend == "nccl")
     with ExitStack() as held:
         with process_group(world, environment, needed=needs_group):
             config = require_same_ranks(name_teacher(config), world)

@@ -19,7 +19,7 @@ from paceline.settings.tasks import SINGLE_LABEL
 from paceline.training.evaluate import average_over_views
 from paceline.training.losses import BuiltInLoss
 from paceline.training.replay import RanksOfRun, Replay, ReplayedStep
-from paceline.training.step import Part, cut
+from paceline.training.step import cut
 
 _SURE = 0.9  # a probability of another class from which on a label is doubted
 _DRAW = 11  # keeps the choice of samples apart from other draws
@@ -66,7 +66,7 @@ def losses_of(replay: Replay, taken: ReplayedStep) -> list[float]:
     step, model, loss = components.step, components.model, components.step.objective.loss
     model.module.train()
     step.begin_epoch(taken.step - 1)
-    whole = Part(batch.inputs, batch.labels, step.keys_of(batch, taken.step - 1), 1.0, batch.loss_scale)
+    whole = step.share_of(batch, taken.step - 1)
     losses: list[float] = []
     for lane, part in enumerate(cut(whole, step.lanes_per_rank)):
         step.seed(taken.step - 1, lane)
