@@ -111,7 +111,7 @@ class FakeRecording:
 
     made = 0
 
-    def __init__(self, work: Any, *_: Any) -> None:
+    def __init__(self, work: Any, *_: Any, **__: Any) -> None:
         self._work = work
         self._shapes: list[torch.Size] | None = None
 
