@@ -1,11 +1,11 @@
 """One trainer of benchmarks/gpu.py in its own process: trains, and prints its images/s as JSON.
 
-    python benchmarks/gpu_peers.py seed|lightning|accelerate|limit vgg19|resnet18 --batch 256 [--data-dir data]
+    python benchmarks/gpu_peers.py seed|lightning|accelerate|torch-ddp|limit MODEL --batch 256 [--data-dir data]
 
 seed: a DataLoader with torchvision's transforms and workers, autocast, channels-first, as in most examples.
 lightning, accelerate: the same loader and model in these libraries. limit: a compiled step on one batch that never
-leaves the GPU. None of them evaluates, saves or logs while being timed.
-Data: CIFAR-10, or random pictures of its shape.
+leaves the GPU. torch-ddp: a step on such a batch through torch's DDP in a group of one rank, not compiled. None of them
+evaluates, saves or logs while being timed. Data: CIFAR-10, or random pictures of its shape.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.models.registry import build_model
 from paceline.settings.schema import ModelConfig
 
 WARMUP_STEPS = 10
-SIDES = {"vgg19": 224, "resnet18": 32}
+SIDES = {"resnet18": 32}  # of the pictures; 224 for all other models
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
@@ -62,13 +64,17 @@ def read_pictures(data_dir: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, 
 
 def make_model(name: str) -> nn.Module:
     torch.manual_seed(0)
-    config = ModelConfig(model_name=name, dropout=0.5)
-    return build_model(config, (3, SIDES[name], SIDES[name]), 10, load_weights=False)
+    config = ModelConfig(model_name=name, dropout=0.5 if name == "vgg19" else 0.0)
+    return build_model(config, (3, side_of(name), side_of(name)), 10, load_weights=False)
+
+
+def side_of(name: str) -> int:
+    return SIDES.get(name, 224)
 
 
 def make_loader(name: str, batch: int, data_dir: str) -> DataLoader[Any]:
     workers = os.cpu_count() or 1
-    pictures = Pictures(data_dir, SIDES[name])
+    pictures = Pictures(data_dir, side_of(name))
     return DataLoader(
         pictures, batch, shuffle=True, drop_last=True, num_workers=workers, pin_memory=True, persistent_workers=True
     )
@@ -165,22 +171,42 @@ def run_lightning(name: str, batch: int, data_dir: str, clock: Clock) -> None:
 
 def run_limit(name: str, batch: int, data_dir: str, clock: Clock) -> None:
     model = make_model(name).cuda().to(memory_format=torch.channels_last)
-    compiled = torch.compile(model)
+    _repeat_one_batch(model, torch.compile(model), side_of(name), batch, clock)
+
+
+def run_torch_ddp(name: str, batch: int, data_dir: str, clock: Clock) -> None:
+    model = make_model(name).cuda().to(memory_format=torch.channels_last)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
+    wrapped = DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=True)
+    _repeat_one_batch(model, wrapped, side_of(name), batch, clock)
+    dist.destroy_process_group()
+
+
+def _repeat_one_batch(model: nn.Module, forward: Any, side: int, batch: int, clock: Clock) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4, fused=True)
-    images = torch.randn(batch, 3, SIDES[name], SIDES[name], device="cuda").to(memory_format=torch.channels_last)
+    images = torch.randn(batch, 3, side, side, device="cuda").to(memory_format=torch.channels_last)
     labels = torch.randint(0, 10, (batch,), device="cuda")
     while not clock.tick():
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = F.cross_entropy(compiled(images), labels)
+            loss = F.cross_entropy(forward(images), labels)
         loss.backward()
         optimizer.step()
 
 
+CONTENDERS = {
+    "seed": run_seed,
+    "lightning": run_lightning,
+    "accelerate": run_accelerate,
+    "torch-ddp": run_torch_ddp,
+    "limit": run_limit,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("contender", choices=["seed", "lightning", "accelerate", "limit"])
-    parser.add_argument("model", choices=sorted(SIDES))
+    parser.add_argument("contender", choices=list(CONTENDERS))
+    parser.add_argument("model", help="vgg19, resnet18, torchvision:NAME, timm:NAME")
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--data-dir", default="data")
@@ -188,8 +214,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU, and there is none")
     clock = Clock(given.steps, given.batch)
-    run = {"seed": run_seed, "lightning": run_lightning, "accelerate": run_accelerate, "limit": run_limit}
-    run[given.contender](given.model, given.batch, given.data_dir, clock)
+    CONTENDERS[given.contender](given.model, given.batch, given.data_dir, clock)
     print(json.dumps({"images_per_s": clock.images_per_s}), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The clock that times the peers on a GPU. A rank with more steps than counted would look too slow."""
+"""The benchmark on a GPU, as far as it needs none: its clock and its flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-PEERS = Path(__file__).parents[3] / "benchmarks" / "gpu_peers.py"
+from paceline.settings.load import load_config
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+PEERS = BENCHMARKS / "gpu_peers.py"
 
 
 def test_a_step_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +24,15 @@ def test_a_step_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeError, match=r"step 14 of 13"):
         clock.tick()
     assert clock.images_per_s == found
+
+
+def test_every_work_and_strategy_has_valid_flags() -> None:
+    gpu = runpy.run_path(str(BENCHMARKS / "gpu.py"))
+    works = gpu["chosen_works"]("peers,small,families,vit-b16,resnet50")
+    assert len(works) == 3 + 2 + 10 + 2
+    for work in works:
+        for contender in gpu["OURS"]:
+            config = load_config(work.recipe, gpu["flags_of"](work, contender)).config
+            assert (config.model.model_name, config.train.global_batch_size) == (work.model, work.batch)
+            assert config.parallel.exact is (contender == "exact")
+            assert config.train.compile == ("never" if contender == "ddp-plain" else "always")
