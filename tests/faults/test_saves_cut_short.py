@@ -264,7 +264,7 @@ def test_a_rewound_run_leaves_no_later_checkpoint_to_resume_from(tmp_path: Path)
 def test_commands_killed_within_their_grace_always_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     reached, codes = 0, []
-    for moment, grace in ((8, 0.0), (14, 0.05), (20, 0.15), (26, 0.4)):
+    for moment, grace in ((13, 0.0), (18, 0.05), (23, 0.15), (28, 0.4)):
         with started(*FLAGS, "--resume=auto", cwd=tmp_path) as run:
             run.wait_for(f"step {moment}/")
             os.kill(run.process.pid, signal.SIGTERM)
