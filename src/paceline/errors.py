@@ -229,6 +229,6 @@ def explain_exit(error: BaseException) -> UserError:
         "sys.exit was called before the work was done" if is_exit else f"{name} was raised before the work was done",
         where=where,
         got=f"{name}: {text}".removesuffix(": "),
-        hint="a function that cannot go on raises an exception" + ("" if is_exit else ", a subclass of Exception"),
+        hint="a function that cannot continue raises an exception" + ("" if is_exit else ", a subclass of Exception"),
         cause=Cause.USER_CODE,
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli import shown
 from harness.made_runs import add_checkpoints, dead_owner, elsewhere, hold, make_run
-from paceline.cli.main import main
 from paceline.launch.job_record import JobRecord
 from paceline.runs.owner import this_process
 
@@ -25,12 +25,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     add_checkpoints(make_run(folder / "failed", "failed", step=30, age_s=2 * DAY_S), 10, 20, 30, best=10)
     add_checkpoints(make_run(folder / "new", step=20), 10, 20)
     return folder
-
-
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    assert main(list(arguments)) == code
-    captured = capsys.readouterr()
-    return captured.out + captured.err
 
 
 def steps(run: Path) -> list[int]:

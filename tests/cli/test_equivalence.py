@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import environment, paceline
+from harness.cli import assert_nothing_starts, environment, paceline
 from harness.processes import seconds_until_empty
 from harness.runs import read_results, step_losses
-from paceline.cli.equivalence import Outcome, Study
+from paceline.cli.equivalence import ComparedRun, Study
 from paceline.cli.main import main
 from paceline.models.external import PER_RANK
 
@@ -68,7 +68,7 @@ def test_compare_agrees(exact: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_exact_compares_the_hashes_and_not_only_the_losses() -> None:
-    outcome = Outcome(2, {}, [], loss_difference=0.0, same_hashes=False)
+    outcome = ComparedRun(2, {}, [], loss_difference=0.0, same_hashes=False)
     studies = [Study([1, 2], 0.0, is_exact, False, False, {}, {}) for is_exact in (True, False)]
     assert [study.accepts(outcome) for study in studies] == [False, True]
 
@@ -161,18 +161,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_starts_no_bench(
+def test_wrong_input_starts_no_training(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     flags, parts = WRONG[case]
-    assert main(["equivalence", "shapes-cnn", *flags]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    for part in parts:
-        assert part in err
-    assert list(tmp_path.iterdir()) == []
+    assert_nothing_starts(capsys, tmp_path, ["equivalence", "shapes-cnn", *flags], *parts)
 
 
 def test_a_folder_with_a_run_is_not_used_again(exact: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import command, paceline
+from harness.cli import command, paceline, shown
 from harness.fake_slurm import FakeSlurm, clean_home
 from harness.made_runs import dead_owner, elsewhere, hold, make_run
-from paceline.cli.main import main
 from paceline.cli.runs import fit_columns
 from paceline.launch.job_record import JobRecord
 
@@ -34,12 +33,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     hold(make_run(runs / "c-running", "running", step=30, last_step=120, age_s=100), elsewhere())
     hold(make_run(runs / "d-lost", "running", step=3, last_step=12, age_s=400), dead_owner())
     return tmp_path
-
-
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    assert main(list(arguments)) == code
-    captured = capsys.readouterr()
-    return captured.out + captured.err
 
 
 def names(text: str) -> list[str]:

@@ -54,7 +54,7 @@ def test_narrow_wide_and_ctrl_c(open_terminal: OpenTerminal, home: Path) -> None
     folded = " ".join(screen.split())
     assert "stopping and saving; Ctrl-C again stops at once" in folded
     assert re.search(
-        r"stopped at step \d+ and saved \(interrupted by the user\); go on with: paceline train runs/", folded
+        r"stopped at step \d+ and saved \(interrupted by the user\); continue with: paceline train runs/", folded
     )
     terminal.type("echo code $?")
     terminal.wait_for("^code 130$")
@@ -92,7 +92,7 @@ def test_a_restart_and_a_warning_are_above_the_live_line(open_terminal: OpenTerm
     assert max(map(len, rows)) <= 160
     order = [
         *(r"warning: .* step 4", r" +1/2 .*best", r"attempt 1 of 4 failed: rank 0 was ended by SIGKILL"),
-        *(r"  done:    started again from step 10", r"paceline  going on with 2 ranks", r"resumed   at step 10 from"),
+        *(r"  done:    started again from step 10", r"paceline  continues on 2 ranks", r"resumed   at step 10 from"),
         *(r" +2/2 ", r"test accuracy", r"everything is in run"),
         *(r"  paceline predict run PICTURE", r"  paceline export run --format safetensors", r"  paceline runs "),
     ]

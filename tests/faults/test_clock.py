@@ -77,11 +77,11 @@ def check_no_negative_value(folder: Path) -> None:
     assert read_results(folder)["samples_per_second"] > 0
 
 
-def test_fake_jumps_of_an_hour_change_nothing(tmp_path: Path, undisturbed: Path) -> None:
+def test_fake_jumps_of_an_hour_change_nothing(tmp_path: Path, finished_run: Path) -> None:
     (asked,) = run_ranks(1, train_while_the_clock_jumps, str(tmp_path))
     assert asked > 18  # the fault took effect: rows contain the time
     check_no_negative_value(tmp_path)
-    assert read_results(tmp_path)["weights_sha256"] == read_results(undisturbed)["weights_sha256"]
+    assert read_results(tmp_path)["weights_sha256"] == read_results(finished_run)["weights_sha256"]
     assert step_of(step_folders(tmp_path / "checkpoints")[0]) == 18
     assert open_checkpoint(tmp_path / "checkpoints" / "latest").step == 18
 

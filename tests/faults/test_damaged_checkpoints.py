@@ -106,18 +106,18 @@ RESUMED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks) for case, marks in RESUMED.items()])
-def test_a_run_resumed_from_the_checkpoint_before_has_the_same_result(case: str, run: Path, undisturbed: Path) -> None:
+def test_a_run_resumed_from_the_checkpoint_before_has_the_same_result(case: str, run: Path, finished_run: Path) -> None:
     (run / "results.json").unlink()
     ACCIDENTS[case][1](run / "checkpoints" / NEWEST)
     assert run_verb("checkpoints", [str(run), "--verify"]) == DAMAGED
     run_ranks(1, train_in, str(run), FLAGS, True)
     assert (run / "checkpoints" / f"damaged-{NEWEST}").is_dir()
-    times = {name: row_times(path) for name, path in (("before", undisturbed), ("after", run))}
+    times = {name: row_times(path) for name, path in (("before", finished_run), ("after", run))}
     again = [step for step, at in times["after"].items() if at != times["before"][step]]
     assert again == [17, 18]  # lost: less than one interval
-    assert read_results(run)["weights_sha256"] == read_results(undisturbed)["weights_sha256"]
-    assert read_results(run)["test_loss"] == read_results(undisturbed)["test_loss"]
-    assert metrics_without_time(run) == metrics_without_time(undisturbed)
+    assert read_results(run)["weights_sha256"] == read_results(finished_run)["weights_sha256"]
+    assert read_results(run)["test_loss"] == read_results(finished_run)["test_loss"]
+    assert metrics_without_time(run) == metrics_without_time(finished_run)
     assert open_checkpoint(run / "checkpoints" / "latest").step == 18
 
 
@@ -225,11 +225,11 @@ def everything_below(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path.relative_to(folder)): (state.st_mode, state.st_size) for path, state in found.items()}
 
 
-def test_forged_checkpoints_are_refused_at_once_and_nothing_is_executed(undisturbed: Path, tmp_path: Path) -> None:
+def test_forged_checkpoints_are_refused_at_once_and_nothing_is_executed(finished_run: Path, tmp_path: Path) -> None:
     requests = {}
     for number, (name, (spoil, _)) in enumerate(FORGERIES.items()):
         folder = tmp_path / str(number) / "forged"
-        shutil.copytree(undisturbed / "checkpoints" / NEWEST, folder)
+        shutil.copytree(finished_run / "checkpoints" / NEWEST, folder)
         spoil(folder)
         flags = ["--processes=1", f"--resume={folder}", f"--output-dir={folder.parent}/out"]
         requests[name] = ["train", "shapes-cnn", *QUICK, *FLAGS, *flags]

@@ -98,7 +98,7 @@ def test_a_disk_that_is_full_for_a_while_loses_only_checkpoints(scenarios: dict[
 def test_three_failed_saves_on_a_full_disk_end_the_run(scenarios: dict[str, ScenarioResult]) -> None:
     result = scenarios["full_for_good"]
     assert result["was_full"]
-    assert_stopped_in_one_screen(result, "3 checkpoints in a row", "make room, then --resume auto")
+    assert_stopped_in_one_screen(result, "3 checkpoints in a row", "free disk space, then --resume auto")
     assert result["out"].count("could not be saved") == 3
     assert "step 12/18" in result["out"]  # training continued until then
     assert (result["steps"], result["leftovers"]) == ([3], [])

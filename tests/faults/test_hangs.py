@@ -10,7 +10,7 @@ import pytest
 
 from harness.cli import paceline
 from harness.processes import started
-from harness.short_run import FLAGS, injected_faults, outcome, read_failures, run_undisturbed
+from harness.short_run import FLAGS, injected_faults, outcome, read_failures
 from paceline.errors import Cause
 
 DEADLINE_S = 4
@@ -21,11 +21,6 @@ HANGS = {
     "in evaluation": ("hang rank=1 step=20 phase=evaluate", 1, "evaluate"),
     "in C, holding the lock": ("freeze rank=1 step=12", 1, "forward"),
 }
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def check_hang(case: str, folder: Path, undisturbed: dict[str, object]) -> None:

@@ -27,11 +27,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
-
-
-@pytest.fixture(scope="module")
 def undisturbed_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """On one rank."""
     return run_undisturbed(tmp_path_factory.mktemp("alone"), "--processes=1")

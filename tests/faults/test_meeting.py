@@ -14,6 +14,7 @@ import pytest
 
 from harness.cli import environment
 from harness.short_run import FLAGS
+from harness.sockets import free_port
 
 ALONE = [flag for flag in FLAGS if "processes" not in flag]
 
@@ -23,12 +24,6 @@ def foreign_listener() -> Iterator[int]:
     """A server of another program. It accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def start_rank(rank: int, folder: Path, *, port: int, host: str = "127.0.0.1") -> tuple[int, str, float]:

@@ -143,7 +143,7 @@ def test_another_run_is_refused_before_torch_is_imported(case: str, run: Path) -
     flags, lines = OTHER_RUNS[case]
     for source in (run, run / "checkpoints" / "latest", run / "checkpoints"):
         started = time.process_time()
-        with pytest.raises(CheckpointError, match="cannot go on") as refused:
+        with pytest.raises(CheckpointError) as refused:
             refuse_early(source, flatten(quick_config(*FLAGS, *flags)))
         assert time.process_time() - started < MOST_REFUSAL_S
         assert lines[0] in str(refused.value.got)

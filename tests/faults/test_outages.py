@@ -228,13 +228,13 @@ def finish_after_outage(arguments: list[str], folder: Path, switch: Path, match:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("match", [FILES_OF_STEPS, CHECKPOINTS], ids=["files", "listing"])
-def test_an_outage_that_ends_delays_the_resume(run: Path, undisturbed: Path, match: str) -> None:
+def test_an_outage_that_ends_delays_the_resume(run: Path, finished_run: Path, match: str) -> None:
     """The run resumes from its newest checkpoint when the storage is back."""
     shutil.rmtree(run / "checkpoints" / NEWEST)
     flags = [*QUICK, *FLAGS, "--processes=1", "--omp-num-threads=1", "--output-dir=run", "--resume=auto"]
     said = finish_after_outage(["train", "shapes-cnn", *flags], run.parent, run.parent / "switch", match)
     assert "resumed   at step 16" in said
-    assert read_results(run)["weights_sha256"] == read_results(undisturbed)["weights_sha256"]
+    assert read_results(run)["weights_sha256"] == read_results(finished_run)["weights_sha256"]
     assert [path.name for path in step_folders(run / "checkpoints")][:2] == [NEWEST, BEFORE]
     assert not list((run / "checkpoints").glob("damaged-*"))
 

@@ -14,18 +14,13 @@ import pytest
 
 from harness.cli import paceline
 from harness.processes import Started, processes_in, seconds_until_empty, started
-from harness.short_run import FLAGS, injected_faults, outcome, read_json, run_undisturbed
+from harness.short_run import FLAGS, injected_faults, outcome, read_json
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.runtime.pulse import read_pulse
 from paceline.runtime.slurm import job_to_requeue, returns_without_progress
 
 # Three seconds if no other test runs at the same time.
 GONE_S = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 10
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def last_step(run: Started) -> int:
@@ -151,7 +146,7 @@ def test_the_printed_command_continues_with_the_same_settings(
         run.wait_for("step 12/")
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait() == 130
-        words = shlex.split(run.err.partition("go on with: ")[2])
+        words = shlex.split(run.err.partition("continue with: ")[2])
     assert words[0] == "paceline"
     answer = paceline(*words[1:], cwd=tmp_path)
     assert answer.code == 0, answer

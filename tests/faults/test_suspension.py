@@ -16,7 +16,7 @@ import pytest
 
 from harness.processes import Started, parent_of, processes_in, started
 from harness.ranks import run_ranks
-from harness.short_run import FLAGS, outcome, run_undisturbed
+from harness.short_run import FLAGS, outcome
 from paceline.runs.machine import ProcessHandle
 from paceline.runtime.detect import World
 from paceline.runtime.pulse import GAP_S, Beat, HangClock, Pulse, RunningClock, read_pulse
@@ -26,11 +26,6 @@ pytestmark = pytest.mark.timeout(300)  # for a busy machine
 DEADLINE_S = 20.0  # long enough for saves and imports on a busy machine
 PAUSE_S = DEADLINE_S + 3  # the time to stop: longer than the deadline
 LIMITS = [f"--hang-timeout-s={DEADLINE_S:g}", "--max-restarts=0"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def suspend(pids: list[int]) -> None:

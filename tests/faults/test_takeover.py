@@ -17,16 +17,11 @@ import pytest
 from harness.cli import command, environment, paceline
 from harness.processes import Started, processes_in, started
 from harness.runs import read_results
-from harness.short_run import FLAGS, outcome, run_undisturbed
+from harness.short_run import FLAGS, outcome
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.errors import EXIT_INTERRUPTED
 
 pytestmark = pytest.mark.faults
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.test_unshared_folder import TRAIN, free_port, run_nodes, trained
+from harness.sockets import free_port
+from launch.test_unshared_folder import TRAIN, run_nodes, trained
 
 pytestmark = pytest.mark.faults
 

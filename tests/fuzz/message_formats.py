@@ -11,7 +11,7 @@ from typing import Any
 
 from fuzz.mutations import mutate_bytes, mutate_json
 from fuzz.sandbox import LOOPBACK, Format, Reader
-from paceline.integrations.metaflow.node import Plan
+from paceline.integrations.metaflow.node import NodePlan
 from paceline.launch.gang_messages import Ended, Hello, Outcome, Start, Upload, build, decode, encode
 from paceline.runtime.peers import _HEADER, Peer, _sign, parse_message
 from paceline.runtime.secret import SessionKeys
@@ -30,7 +30,7 @@ _SAMPLES: dict[str, dict[str, Any]] = {
 
 
 def _decode(name: str, message: dict[str, Any]) -> object:
-    return build(Plan, message) if name == "metaflow plan" else decode(message)
+    return build(NodePlan, message) if name == "metaflow plan" else decode(message)
 
 
 def _frame(text: bytes) -> bytes:

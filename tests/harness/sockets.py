@@ -1,4 +1,4 @@
-"""The listening sockets of processes, from /proc."""
+"""Free ports, and the listening sockets of processes, from /proc."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 
 _LISTENING = "0A"
+
+
+def free_port() -> int:
+    """A port without a listener at this moment."""
+    with socket.create_server(("", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def port_for_a_gang() -> int:
+    """The first attempt uses the next port."""
+    return free_port() - 1
 
 
 def listening_addresses(pids: Iterable[int]) -> list[tuple[str, int]]:

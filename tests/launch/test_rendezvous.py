@@ -17,6 +17,7 @@ import pytest
 from harness.cli import environment, paceline
 from harness.runs import read_results
 from harness.short_run import FLAGS
+from harness.sockets import port_for_a_gang
 from paceline.launch.attempt import Assignment, Rendezvous, StoppedWaiting
 from paceline.launch.gang_messages import Hello, encode
 from paceline.runtime import peers
@@ -25,12 +26,6 @@ from paceline.runtime.peers import PROOF_TIMEOUT_S, connect
 from paceline.runtime.secret import RUN_SECRET, NotProved, create_secret
 
 TRAIN = [*FLAGS[:2], "--num-samples=740", "--global-batch-size=64", "--epochs=1", "--processes=1", "--output-dir=run"]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port - 1  # the first attempt uses the next port
 
 
 @contextmanager
@@ -52,7 +47,7 @@ def started_node(own: int, port: int, folder: Path, secret: str) -> Iterator[sub
 
 def test_two_nodes_train_while_other_peers_connect(tmp_path: Path) -> None:
     """SECURITY.md: connections without the secret are closed and logged, and do not disturb the run."""
-    port, secret = free_port(), create_secret()
+    port, secret = port_for_a_gang(), create_secret()
     with ExitStack() as stack:
         first = stack.enter_context(started_node(0, port, tmp_path, secret))
         connect_without_secret(port + 1, stack)
@@ -84,7 +79,7 @@ def connect_without_secret(port: int, stack: ExitStack) -> None:
 
 def test_several_nodes_without_a_secret_are_refused(tmp_path: Path) -> None:
     """A run on several nodes without a secret ends at once, and the screen says what to do."""
-    variables = agent_variables(Nodes(2, 0, "127.0.0.1", free_port()))
+    variables = agent_variables(Nodes(2, 0, "127.0.0.1", port_for_a_gang()))
     bench = ["bench", "--what=collectives", "--processes=1"]
     for command, value in ((TRAIN, ""), (TRAIN, "short"), (bench, "")):
         answer = paceline(*command, cwd=tmp_path, env={**variables, **({RUN_SECRET: value} if value else {})})
@@ -110,7 +105,7 @@ def port_of(part: Assignment) -> int:
 
 def test_ranks_follow_the_number_of_the_node(tmp_path: Path) -> None:
     """Node 0 has rank 0, and each node has the number of ranks that it announced."""
-    port, secret = free_port(), create_secret().encode()
+    port, secret = port_for_a_gang(), create_secret().encode()
     nodes = [rendezvous(own, port, secret) for own in range(3)]
     parts = joined(nodes)
     for node in nodes:
@@ -136,7 +131,7 @@ def joined(nodes: list[Rendezvous]) -> dict[int, Assignment]:
 @pytest.mark.parametrize("how", ["ranks", "supervisor"])
 def test_a_failed_node_is_reported_to_all_others(failed: int, how: str) -> None:
     """The others do not wait for its ranks. If the supervisor itself ends, its connection closes."""
-    port, secret = free_port(), create_secret().encode()
+    port, secret = port_for_a_gang(), create_secret().encode()
     reported = [threading.Event() for _ in range(3)]
     nodes = [replace(rendezvous(own, port, secret), on_failure=reported[own].set) for own in range(3)]
     parts = joined(nodes)
@@ -158,7 +153,7 @@ def test_a_failed_node_is_reported_to_all_others(failed: int, how: str) -> None:
 )
 def test_a_malformed_hello_is_closed(change: dict[str, object]) -> None:
     """Even from a peer that knows the secret. The real node joins afterwards."""
-    port, secret = free_port(), create_secret().encode()
+    port, secret = port_for_a_gang(), create_secret().encode()
     leader, follower = (rendezvous(own, port, secret, count=2) for own in range(2))
     parts: list[Assignment] = []
     thread = threading.Thread(target=lambda: parts.append(leader.join()), daemon=True)
@@ -183,7 +178,7 @@ def test_a_malformed_hello_is_closed(change: dict[str, object]) -> None:
 def test_silent_connections_do_not_block_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of silent connections do not block a real node, even without a timeout."""
     monkeypatch.setattr(peers, "PROOF_TIMEOUT_S", 600.0)
-    port, secret = free_port(), create_secret().encode()
+    port, secret = port_for_a_gang(), create_secret().encode()
     all_nodes = [rendezvous(own, port, secret, count=2) for own in range(2)]
     parts: dict[int, Assignment] = {}
     threads = [
@@ -212,7 +207,7 @@ def test_a_stop_request_ends_the_wait() -> None:
     """A node with a stop request does not wait for the others."""
     stopped = threading.Event()
     stopped.set()
-    port = free_port()
+    port = port_for_a_gang()
     for own in range(2):
         with pytest.raises(StoppedWaiting):
             rendezvous(own, port, create_secret().encode(), stopped=stopped).join()

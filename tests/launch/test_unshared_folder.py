@@ -7,7 +7,6 @@ storage.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,18 +15,13 @@ from pathlib import Path
 
 from harness.cli import environment
 from harness.short_run import FLAGS
+from harness.sockets import port_for_a_gang
 from paceline.errors import EXIT_USER
 from paceline.runtime.detect import Nodes, agent_variables
 from paceline.runtime.secret import RUN_SECRET, create_secret
 
 SIZE = ["--num-samples=160", "--global-batch-size=16", "--epochs=1"]
 TRAIN = [*FLAGS[:2], *SIZE, "--output-dir=run"]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def run_nodes(commands: Sequence[Sequence[str]], folders: Sequence[Path], **extra: str) -> list[tuple[int, str, str]]:
@@ -52,7 +46,7 @@ def run_nodes(commands: Sequence[Sequence[str]], folders: Sequence[Path], **extr
 
 
 def run_agents(folders: Sequence[Path], *flags: str, **extra: str) -> list[tuple[int, str, str]]:
-    variables = agent_variables(Nodes(2, 0, "127.0.0.1", free_port() - 1))
+    variables = agent_variables(Nodes(2, 0, "127.0.0.1", port_for_a_gang()))
     variables = {name: value.replace("0/2@", "NODE/2@") for name, value in variables.items()}
     train = ["paceline", *TRAIN, "--processes=1", *flags]
     return run_nodes([train, train], folders, **variables, **{RUN_SECRET: create_secret()}, **extra)

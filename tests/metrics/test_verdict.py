@@ -17,7 +17,7 @@ from paceline.cli.main import main
 from paceline.metrics import ceiling as ceiling_module
 from paceline.metrics.ceiling import cache_file, conditions_of, count_flops, find_ceilings, recall, remember
 from paceline.metrics.compile_gain import Gain
-from paceline.metrics.verdict import RankTime, RunVerdict, Setting, Speed, judge_run, split_time
+from paceline.metrics.verdict import Conditions, RankTime, RunVerdict, Speed, judge_run, split_time
 from paceline.parallel.collectives import wait_for_all
 from paceline.reports.run_page import write_run_page
 from paceline.runtime.detect import World
@@ -25,7 +25,7 @@ from paceline.settings.schema import Config, DataConfig, ModelConfig, ParallelCo
 from paceline.training.components import build_components
 from paceline.training.limits import WORTH_MEASURING_S, find_limits
 
-CPU = Setting(Config(), make_world(0, 2), "ddp", "float32", cores=2, step_ms=100.0)
+CPU = Conditions(Config(), make_world(0, 2), "ddp", "float32", cores=2, step_ms=100.0)
 GPU = replace(CPU, world=replace(CPU.world, device="cuda:0", backend="nccl"), precision="bfloat16", is_compiled=True)
 DENSE = Speed(50e12, 100e12)
 
@@ -35,8 +35,8 @@ def ranks(*times: tuple[float, float, float | None]) -> list[RankTime]:
     return [RankTime(number, f"node{number}", *values) for number, values in enumerate(times)]
 
 
-def judged(times: list[RankTime], setting: Setting = GPU, speed: Speed = DENSE) -> RunVerdict:
-    return judge_run(split_time(times), speed, setting)
+def judged(times: list[RankTime], conditions: Conditions = GPU, speed: Speed = DENSE) -> RunVerdict:
+    return judge_run(split_time(times), speed, conditions)
 
 
 # --- Time of each part
@@ -136,8 +136,8 @@ def test_without_a_ceiling_the_reason_is_given_and_overhead_is_not_reported() ->
 # --- The advice is right for the run
 
 
-def with_train(setting: Setting, **values: Any) -> Setting:
-    return replace(setting, config=replace(setting.config, train=TrainConfig(**values)))
+def with_train(conditions: Conditions, **values: Any) -> Conditions:
+    return replace(conditions, config=replace(conditions.config, train=TrainConfig(**values)))
 
 
 WAITING, TALKING, QUICK = ranks((100, 40, 0)), ranks((100, 1, 40), (100, 1, 40)), ranks((100, 1, 1), (100, 1, 1))
@@ -163,7 +163,7 @@ def test_a_short_run_names_what_it_did_not_use() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "setting", "speed", "tip"),
+    ("times", "conditions", "speed", "tip"),
     [
         # compute-bound
         (QUICK, GPU, DENSE, "more or faster GPUs: this one is nearly fully used"),
@@ -224,8 +224,8 @@ def test_a_short_run_names_what_it_did_not_use() -> None:
         ),
     ],
 )
-def test_advice(times: list[RankTime], setting: Setting, speed: Speed, tip: str) -> None:
-    assert judged(times, setting, speed).tip == tip
+def test_advice(times: list[RankTime], conditions: Conditions, speed: Speed, tip: str) -> None:
+    assert judged(times, conditions, speed).tip == tip
 
 
 # --- Arithmetic

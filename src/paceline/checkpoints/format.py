@@ -238,7 +238,7 @@ def _sealed(body: dict[str, Any]) -> bytes:
 
 
 def _seal(text: bytes) -> bytes:
-    """JSON text whose last member is the checksum of the text without it. Must stay so in every schema."""
+    """JSON text whose last member is the checksum of the text without it. This holds for every schema."""
     return text.removesuffix(b"\n}") + (_SEAL % add_checksum(text)).encode()
 
 

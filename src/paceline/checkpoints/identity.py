@@ -84,7 +84,7 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
     lines = [f"{name}: saved {saved.get(name)!r}, now {now[name]!r}" for name in changed if name in identity]
     if lines:
         raise CheckpointError(
-            "this run cannot go on from that checkpoint",
+            "this run cannot continue from that checkpoint",
             where=str(checkpoint.path),
             got="\n".join(lines[:_MOST_LINES]),
             hint=_how_to_continue(checkpoint.path, {name: saved.get(name) for name in changed if name in identity}),
@@ -133,10 +133,10 @@ def warn_of_other_random_numbers(checkpoint: Checkpoint, now: int) -> None:
 
 
 def refuse_early(source: Path, now: dict[str, Any], *, prefer_best: bool = False) -> None:
-    """The same question before torch is imported and ranks are started, of the checkpoint that would be taken.
+    """Refuse a checkpoint of another run before torch is imported and ranks are started.
 
-    One that is damaged or cannot be read now is left to the ranks: they verify all of it, wait for the storage, and
-    know the one before.
+    A checkpoint that is damaged or cannot be read now is not refused here: the ranks verify it completely, wait for
+    the storage, and can use an older one.
     """
     try:
         checkpoint = _look_at(source, prefer_best=prefer_best)

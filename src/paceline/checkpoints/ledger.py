@@ -67,7 +67,7 @@ def read_ledger(path: Path) -> list[Entry]:
 
 
 class Ledger:
-    """The record of the run in this process. Only the primary writes it. If it cannot be written, training goes on."""
+    """The record of the run in this process. Only the primary writes it. If it cannot be written, training continues."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -88,7 +88,7 @@ class Ledger:
             self._write([*entries, {**entry, "hash": hash_entry(entry)}])
 
     def cut_after(self, step: int) -> None:
-        """The run starts here, or goes on after this step."""
+        """The run starts here, or continues after this step."""
         with _warned():
             entries = read_ledger(self._path)
             if any(entry["step"] > step for entry in entries):

@@ -238,7 +238,7 @@ class CheckpointManager:
                 f"{self._failures_in_a_row} checkpoints in a row could not be saved",
                 where=str(self._folder),
                 got=reason,
-                hint="the newest checkpoint there is whole; make room, then --resume auto",
+                hint="the newest checkpoint there is complete; free disk space, then --resume auto",
             ) from failure
 
     def finish(self) -> None:
@@ -257,7 +257,7 @@ class CheckpointManager:
             self.wait()
 
     def best(self) -> store.Checkpoint | None:
-        """The best checkpoint, or the newest whole one should that be damaged; None before a best. Collective."""
+        """The best checkpoint, or the newest complete one if it is damaged; None if there is no best. Collective."""
 
         def look() -> dict[str, str]:
             read = partial(store.pointed_at, self._folder, "best")
@@ -322,7 +322,7 @@ class CheckpointManager:
             store.with_one_retry(f"pointing {name}", partial(store.point, self._folder, name, final))
         try:
             store.with_one_retry("dropping checkpoints", lambda: store.prune(self._folder, self._retention))
-        except (OSError, UnreadableNow) as error:  # the new one is whole and in its place
+        except (OSError, UnreadableNow) as error:  # the new one is complete and in its place
             reason = error.got if isinstance(error, UnreadableNow) else error.strerror or error
             _log.warning("warning: older checkpoints could not be dropped: %s", reason)
         return final
@@ -371,11 +371,11 @@ def _start_refused(folder: Path, newest: store.Checkpoint | None, num_damaged: i
         return CheckpointError(
             "this folder holds checkpoints, and the run would start at step 0",
             where=str(folder),
-            got=f"{newest.path.name}, which is whole",
-            hint="the same flags with --resume auto to go on with it, or another --output-dir",
+            got=f"{newest.path.name}, which is complete",
+            hint="the same flags with --resume auto to continue from it, or another --output-dir",
         )
     return CheckpointError(
-        "no whole checkpoint is left to go on from, and the run does not start at step 0 by itself",
+        "no complete checkpoint is left to continue from, and the run does not start at step 0 by itself",
         where=str(folder),
         got=f"{num_damaged} damaged",
         hint="restore one from a copy; or --start-over-if-damaged, or another --output-dir",

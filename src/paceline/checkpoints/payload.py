@@ -1,7 +1,7 @@
 """Tensors in safetensors files, as whole tensors or as slices that know their place in the whole.
 
-Reading is the library's. Writing is ours for one reason: the checksum is summed while the bytes go out, so nothing
-is copied, nothing is read twice, and the interpreter's lock is free meanwhile for the training loop. Slices are checked
+The safetensors library reads files. Writing is our own code: it computes the checksum while the bytes are written. So
+nothing is copied or read twice, and Python's lock is free for the training loop. Slices are checked
 when they are read: they must fill their tensor without gap or overlap, because a gap would be uninitialised memory.
 """
 

@@ -1,7 +1,7 @@
 """Frees the disk space of a run: what can be deleted, and the deletion. Nothing outside of run folders is deleted.
 
-By default these are checkpoints that are not needed: of a finished run all but the best, of a run that may be resumed
-all but the best and the newest. Results, metrics and logs stay. A whole run is deleted only if the user asks for it.
+By default, checkpoints that are not needed are deleted. A finished run keeps its best one, a run that may be resumed its
+best and its newest. Results, metrics and logs stay. A whole run is deleted only if the user asks for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.errors import UserError
 from paceline.runs.catalog import LIVING, RunEntry, read_entry
 from paceline.runs.folder import RunFolder
 
-_GOING = ".removing-"  # a run that is being removed has lost its name, so that half of one is never taken for a run
+_GOING = ".removing-"  # a run is renamed before it is removed, so an incomplete folder never looks like a run
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def plan_reclaim(entry: RunEntry, *, whole: bool, thorough: bool = False) -> Rec
     wanted = _wanted(checkpoints, steps, needs_newest=entry.state != "finished", thorough=thorough)
     gone = [*(path for path in steps if path not in wanted), *list_set_aside(checkpoints)] if wanted else []
     gone += list_leftovers(checkpoints)
-    none_whole = "checkpoints, of which none is whole" if steps or list_set_aside(checkpoints) else "no checkpoint"
+    none_whole = "checkpoints, of which none is complete" if steps or list_set_aside(checkpoints) else "no checkpoint"
     kept = " and ".join(sorted(path.name for path in wanted)) or none_whole
     return Reclaim(entry, tuple(gone), sum(map(_size_of, gone)), kept, is_whole=False)
 

@@ -50,11 +50,11 @@ _LISTED = 8
 def choose_checkpoint(
     source: Path, world: World, *, prefer_best: bool, on_damaged: OnDamaged | None = None
 ) -> store.Checkpoint | None:
-    """The checkpoint behind a path: a named one, or the newest whole one of a run. Collective.
+    """The checkpoint behind a path: a named one, or the newest complete one of a run. Collective.
 
     The primary verifies every bit; the others open what it found. None if a run has no good one. Nothing is changed on
     the disk. The owner of a run passes `on_damaged`, which the primary calls for each damaged checkpoint on the way to
-    a whole one, and which returns what was done.
+    a complete one, and which returns what was done.
     """
     answer = decided_by_primary(world, lambda: _choose(source, prefer_best, on_damaged))
     return store.read_verified(Path(answer["path"])) if "path" in answer else None

@@ -3,9 +3,9 @@
 Functions that read never rename or delete anything. `set_aside`, `prune` and `supersede_after` are for the owner of the
 run folder alone: the checkpoint manager calls them.
 
-A checkpoint is written under a temporary name; when all of it has reached the disk it is read back and verified,
-renamed to its step, then `latest` (and `best`) are pointed at it, and only then are older ones dropped. What is
-dropped loses its name first. So a folder with a step's name is whole, and there is always a good one.
+A save has this order: write under a temporary name, flush to disk, read back and verify, rename to the step, point
+`latest` (and `best`) at it, remove older ones. A checkpoint is renamed before it is removed. So a folder with the name
+of a step is complete, and there is always a valid checkpoint.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def read_verified(path: Path) -> Checkpoint:
 
 
 def inspect_checkpoint(path: Path) -> Checkpoint:
-    """All that can be said of a checkpoint without reading its tensors. Raises DamagedCheckpoint or UnreadableNow."""
+    """Check a checkpoint without reading its tensors. Raises DamagedCheckpoint or UnreadableNow."""
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     check_headers(path, manifest)
@@ -218,7 +218,7 @@ def damaged_error(path: Path, found: DamagedCheckpoint) -> CheckpointError:
         where=str(path / found.damage.file),
         got=found.damage.got,
         allowed=found.damage.expected,
-        hint="update paceline" if is_newer else "--resume auto takes the newest that is whole",
+        hint="update paceline" if is_newer else "--resume auto takes the newest complete one",
     )
 
 
@@ -234,7 +234,7 @@ class Rejected:
 
 
 def find_newest(folder: Path, *, prefer_best: bool = False) -> tuple[Checkpoint | None, list[Rejected]]:
-    """The newest checkpoint that is whole, and the damaged ones on the way to it. Changes nothing on the disk.
+    """The newest complete checkpoint, and newer ones that are damaged. Changes nothing on the disk.
 
     Raises UnreadableNow if the folder or a newer checkpoint cannot be read: an older one is no substitute for it.
     """
@@ -272,7 +272,7 @@ def _verified(path: Path) -> Checkpoint:
 
 
 def set_aside(path: Path) -> str:
-    """Rename a damaged checkpoint so that it is not taken for a good one; returns what was done. Only for the owner."""
+    """Rename a damaged checkpoint so that it is not used; returns what was done. Only for the owner."""
     try:
         return f"moved to {_rename(path, _DAMAGED).name}"
     except OSError as error:
@@ -280,7 +280,7 @@ def set_aside(path: Path) -> str:
 
 
 def _rename(path: Path, prefix: str) -> Path:
-    """Take a step folder's name away, on the disk too; an older one that went the same way gives way."""
+    """Rename a step folder, durably. An earlier folder of the new name is removed."""
     target = path.with_name(prefix + path.name)
     if target.exists():
         shutil.rmtree(target)
@@ -315,7 +315,7 @@ def supersede_after(folder: Path, step: int) -> None:
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """Drop what no rule keeps. Call it only after the newest one was verified. What cannot be read stays."""
+    """Remove checkpoints that no rule keeps. Call it after the newest was verified. Unreadable ones stay."""
     states = _readable_states(step_folders(folder))
     kept = choose_kept(states, retention)
     kept |= {path for name in ("latest", "best") for path in [pointed_at(folder, name)] if path is not None}
@@ -323,13 +323,13 @@ def prune(folder: Path, retention: Retention) -> None:
     dropped = [path for path in states if path not in kept]
     dropped += [path for path, state in superseded.items() if not state.get("keep")]
     for path in dropped:
-        # Killed halfway, this must not leave half a checkpoint under its name.
+        # Rename first: a process that is killed here must not leave an incomplete folder with the name of a step.
         with suppress(FileNotFoundError):  # a listing may be older than our own last rename
             shutil.rmtree(_rename(path, f"{_TEMPORARY}old-"))
 
 
 def choose_kept(states: dict[_K, dict[str, Any]], retention: Retention) -> set[_K]:
-    """Which of these checkpoints stay by their own merit; given newest first, by whatever names them."""
+    """Which checkpoints stay by the rules of `retention`. `states`: by path or name, newest first."""
     merits = {name: _merit(state) for name, state in states.items()}
     ranked = sorted((name for name in states if merits[name] > _NO_MERIT), key=lambda name: merits[name], reverse=True)
     kept = {*list(states)[: retention.keep_last], *ranked[: retention.keep_best]}
@@ -343,9 +343,9 @@ def choose_kept(states: dict[_K, dict[str, Any]], retention: Retention) -> set[_
 
 
 def _newest_audited(states: dict[_K, dict[str, Any]]) -> set[_K]:
-    """The newest checkpoint before the last audit that found nothing: the one to return to if the next finds a fault.
+    """The newest checkpoint before the last audit without a finding. The run returns to it if the next audit finds a fault.
 
-    Given newest first. A run without audits has none.
+    `states`: newest first. Empty for a run without audits.
     """
     audited = next((state.get("audited") for state in states.values()), None)
     if not isinstance(audited, int) or audited == 0:
@@ -361,13 +361,13 @@ def _merit(state: dict[str, Any]) -> tuple[float, float]:
     try:
         validation = state["validation"]  # older versions have no other metric than accuracy
         merit = float(validation.get("merit", validation.get("accuracy"))), -float(validation["loss"])
-    except (KeyError, TypeError, ValueError, AttributeError):  # saved inside an epoch, as most of them
+    except (KeyError, TypeError, ValueError, AttributeError):  # saved inside an epoch, so without a validation
         return _NO_MERIT
     return _NO_MERIT if math.isnan(sum(merit)) else merit
 
 
 def _readable_states(paths: list[Path]) -> dict[Path, dict[str, Any]]:
-    """States of the checkpoints that can be read. It is not known whether the others must be kept."""
+    """The states of readable checkpoints. Others are never removed: a rule may keep them."""
     states = {}
     for path in paths:
         with suppress(DamagedCheckpoint, UnreadableNow):

@@ -30,7 +30,7 @@ from paceline.settings.syntax import parse_processes
 from paceline.tools.bench.request import DEFAULT_SIZES, PARTS, BenchRequest, Part, parse_sizes
 
 if TYPE_CHECKING:
-    from paceline.tools.bench.session import Report
+    from paceline.tools.bench.session import BenchReport
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _be_a_rank(request: BenchRequest, environment: RankEnvironment, settings: Be
     is_first = environment.rank == 0
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=not is_first or settings.json)
 
-    def tell(part: str, report: Report) -> None:
+    def tell(part: str, report: BenchReport) -> None:
         for line in lines_of(part, report):
             is_heading = line.split(" ")[0].isupper()
             console.print(line, style="bold" if is_heading or part == "verdict" else None, markup=False)
@@ -157,7 +157,7 @@ def _be_a_rank(request: BenchRequest, environment: RankEnvironment, settings: Be
     return EXIT_FINISHED
 
 
-def _deliver(report: Report, settings: Bench) -> None:
+def _deliver(report: BenchReport, settings: Bench) -> None:
     if settings.output is not None:
         path = Path(settings.output or f"bench-{_now()}.json")
         write_json(path, report.to_json())

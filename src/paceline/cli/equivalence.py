@@ -64,13 +64,13 @@ class Study:
     commands: dict[int, list[str]]  # of `paceline`, by world size
     folders: dict[int, Path]
 
-    def accepts(self, outcome: Outcome) -> bool:
+    def accepts(self, outcome: ComparedRun) -> bool:
         """Whether a run gave the same result as the first one."""
         return outcome.loss_difference <= self.tolerance and (outcome.same_hashes or not self.is_exact)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComparedRun:
     """One run, compared with the first."""
 
     size: int
@@ -89,7 +89,7 @@ def equivalence(settings: Equivalence) -> int:
         raise UserError("equivalence starts its own processes", hint="call it without torchrun, or unset RANK")
     study = _plan_study(settings)
     _print_header(study)
-    outcomes: list[Outcome] = []
+    outcomes: list[ComparedRun] = []
     for size in study.sizes:
         code = _train(study.commands[size])
         if code != EXIT_FINISHED:
@@ -183,7 +183,7 @@ def _train(arguments: list[str]) -> int:
     return code
 
 
-def _read_outcome(study: Study, size: int, first: Outcome | None) -> Outcome:
+def _read_outcome(study: Study, size: int, first: ComparedRun | None) -> ComparedRun:
     folder = RunFolder(study.folders[size])
     try:
         results = read_json_object(folder.results)
@@ -191,9 +191,9 @@ def _read_outcome(study: Study, size: int, first: Outcome | None) -> Outcome:
         raise PacelineError("a run ended without results", where=str(folder.path), got=str(error)) from error
     rows = read_rows(folder.metrics_jsonl)
     if first is None:
-        return Outcome(size, results, rows, 0.0, same_hashes=True)
+        return ComparedRun(size, results, rows, 0.0, same_hashes=True)
     same = all(results.get(name) == first.results.get(name) for name in HASHES)
-    return Outcome(size, results, rows, largest_loss_difference(first.rows, rows), same)
+    return ComparedRun(size, results, rows, largest_loss_difference(first.rows, rows), same)
 
 
 def _print_header(study: Study) -> None:
@@ -207,7 +207,7 @@ def _print_header(study: Study) -> None:
     print((columns + hashes).rstrip(), flush=True)
 
 
-def _print_row(study: Study, outcome: Outcome) -> None:
+def _print_row(study: Study, outcome: ComparedRun) -> None:
     is_first = outcome.size == study.sizes[0]
     results = outcome.results
     difference = "-" if is_first else f"{outcome.loss_difference:.3g}"
@@ -220,7 +220,7 @@ def _print_row(study: Study, outcome: Outcome) -> None:
     print(line + word, flush=True)
 
 
-def _print_verdict(study: Study, outcomes: list[Outcome]) -> int:
+def _print_verdict(study: Study, outcomes: list[ComparedRun]) -> int:
     first, *others = outcomes
     steps, base = first.results["steps"], study.folders[first.size].parent
     different = [outcome for outcome in others if not study.accepts(outcome)]

@@ -205,7 +205,7 @@ def _follow(folder: RunFolder, path: Path, last_lines: int | None) -> None:
     next_look_s = 0.0
     try:
         while True:
-            # Whether it is over is asked before the rest is read: nothing can be written after.
+            # Ask for the end of the run before the last read: nothing is written after the end.
             is_over = False
             if time.monotonic() >= next_look_s or folder.read_status().get("status") == "finished":
                 is_over = look(folder).is_over

@@ -83,7 +83,7 @@ _ELSEWHERE = {
 _SWITCHES = {"--debug", "--trust-code"}
 _LONG_VERBS = {"train", "study", "sweep", "equivalence", "replay"}  # these outlive a lost terminal and a closed pipe
 _DRAWING_VERBS = ("train", "bench", "study", "sweep", "doctor", "course", "equivalence", "data", "plan")
-# Without a reader there is no use in following a run. The code is that of Ctrl-C. All other verbs do their work.
+# Verbs that follow a run end when their reader has closed the pipe, with the code of Ctrl-C. All others do their work.
 _FOLLOWING_VERBS = {"logs": EXIT_FINISHED, "watch": EXIT_INTERRUPTED}
 
 

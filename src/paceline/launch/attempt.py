@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import EXIT_INTERNAL
-from paceline.launch.gang import Gang, Member, Plan
+from paceline.launch.gang import Gang, GangMember, Plan
 from paceline.launch.gang_messages import Hello, Outcome
 from paceline.launch.rank_processes import FORKED_PRELOADS, LIBRARY_VARIABLES, THREADS, RankProcesses, start_fork_server
 from paceline.launch.watch import RankState, Watch
@@ -96,9 +96,9 @@ class Rendezvous:
         if self._gang is not None:
             self._gang.disconnect()
 
-    def _member(self) -> Member:
+    def _member(self) -> GangMember:
         assert self.secret is not None
-        return Member(
+        return GangMember(
             node=self.nodes.own,
             nodes=self.nodes.count,
             host=self.nodes.host,

@@ -56,7 +56,7 @@ _MEMORY_HINT = "--auto-microbatch, a larger --accumulate, or --strategy fsdp"
 # For the report: one sentence and one hint. The other causes come with an error that explains itself.
 _EXPLANATIONS = {
     Cause.OUT_OF_MEMORY: ("the rank ran out of memory", _MEMORY_HINT),
-    Cause.STORAGE: ("a disk is full", "make room, then --resume auto; --keep-last 1 takes less"),
+    Cause.STORAGE: ("a disk is full", "free disk space, then --resume auto; --keep-last 1 needs less"),
     Cause.OPEN_FILES: ("a process may open no more files", OPEN_FILES_HINT),
     Cause.THREADS: ("no more threads or processes can be started", THREADS_HINT),
     Cause.SHARED_MEMORY: ("shared memory is too small", "a larger /dev/shm (docker run --shm-size=8g)"),

@@ -60,7 +60,7 @@ MakePlan = Callable[[list[Hello]], Plan]
 
 
 @dataclass(frozen=True)
-class Member:
+class GangMember:
     """This node in its gang."""
 
     node: int
@@ -81,7 +81,7 @@ class Member:
 class Gang:
     """The connections of this node. Threads read them and change the state; methods wait for a change."""
 
-    def __init__(self, member: Member, on_outcome: Callable[[Outcome], None] = lambda outcome: None) -> None:
+    def __init__(self, member: GangMember, on_outcome: Callable[[Outcome], None] = lambda outcome: None) -> None:
         self.member = member
         self.uploads: SimpleQueue[Upload] = SimpleQueue()  # announced by the leader
         self.outcome: Outcome | None = None  # of the current attempt

@@ -26,7 +26,7 @@ class _Stopped(BaseException):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptEnd:
     """How the ranks of this node ended. Finished if nothing else is set."""
 
     failure: FailureReport | None = None
@@ -60,7 +60,7 @@ def run_single_attempt(
     threads: int,
     nodes: Nodes | None = None,
     limit_s: float | None = None,
-) -> Outcome:
+) -> AttemptEnd:
     """Run the same command on the ranks of this node, to its end. limit_s: end them after this time."""
     attempts = Attempts(threads)
     received: list[int] = []
@@ -91,10 +91,10 @@ def run_single_attempt(
             end = attempts.run(attempt)
             if not received:
                 if end.is_finished:
-                    return Outcome()
-                return Outcome(report_failure(end, folder, attempt=1, attempts=1, oom_kills=0))
+                    return AttemptEnd()
+                return AttemptEnd(report_failure(end, folder, attempt=1, attempts=1, oom_kills=0))
     except _Stopped:
         pass
     finally:
         timer.cancel()
-    return Outcome(is_late=True) if late.is_set() else Outcome(stopped_by=received[0])
+    return AttemptEnd(is_late=True) if late.is_set() else AttemptEnd(stopped_by=received[0])

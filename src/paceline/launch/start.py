@@ -47,14 +47,14 @@ from paceline.settings.syntax import parse_processes
 RankMain = Callable[[list[str]], None]
 
 
-class Ended(NamedTuple):
+class TrainingEnd(NamedTuple):
     """How the training ended in this process."""
 
     exit_code: int
     folder: Path | None  # the run's; None in a rank, and on all nodes but the first
 
 
-def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMain) -> Ended:
+def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMain) -> TrainingEnd:
     """Run the ranks of this node until the run ends, or be a rank if a launcher started this process.
 
     `arguments` are those of `paceline train`, which every rank gets again. `rank_main` runs them in a rank.
@@ -64,7 +64,7 @@ def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMa
     if environment is not None:
         if environment.launcher != "paceline":
             check_joined_world(loaded, environment)
-        return Ended(_be_a_rank(loaded, environment), None)
+        return TrainingEnd(_be_a_rank(loaded, environment), None)
     nodes = read_nodes()
     _check_nodes(loaded, nodes)
     claim_store = prepare_store(loaded, say) if nodes.own == 0 else None
@@ -86,7 +86,7 @@ def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMa
         claim_store()
     folder = RunFolder(claim_place(place).folder)
     exit_code = _supervise(loaded, folder, nodes, arguments, rank_main)
-    return Ended(exit_code, folder.path if nodes.own == 0 else None)
+    return TrainingEnd(exit_code, folder.path if nodes.own == 0 else None)
 
 
 def _check_parts_of_model(loaded: LoadedConfig, world_size: int) -> None:

@@ -303,8 +303,8 @@ class Supervisor:
             folder.write_status(state, **kept, reason=reason)
         self._write_page()
         erase_live_line()
-        go_on = f"; go on with: {folder.resume_command}" if step and folder.resume_command else ""
-        print(fit_to(sys.stderr, f"\n{what}{go_on}"), file=sys.stderr)
+        then = f"; continue with: {folder.resume_command}" if step and folder.resume_command else ""
+        print(fit_to(sys.stderr, f"\n{what}{then}"), file=sys.stderr)
         return EXIT_INTERRUPTED if self._stop is signal.SIGINT else EXIT_PREEMPTED
 
     def _write_page(self) -> None:

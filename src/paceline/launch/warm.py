@@ -126,7 +126,7 @@ class WarmServer:
         return WarmProcess(pid, stdin_end, status)
 
     def close(self) -> None:
-        """End the server, also while it loads. Runs that it has started go on."""
+        """End the server, also while it loads. Runs that it has started continue."""
         atexit.unregister(self.close)
         with self._lock:  # not in the middle of a request
             self._connection.close()

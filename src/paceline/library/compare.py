@@ -63,7 +63,7 @@ def compare(runs: Sequence[Run | str | Path]) -> Comparison:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunPair:
     """A run compared with the first one."""
 
     labels: tuple[str, str]
@@ -81,7 +81,7 @@ class Verdict:
 class Comparison:
     """Runs compared with the first of them. `print` shows it all; `table` has the figures."""
 
-    def __init__(self, records: list[RunRecord], verdicts: list[Verdict]) -> None:
+    def __init__(self, records: list[RunRecord], verdicts: list[RunPair]) -> None:
         self._records = records
         self.verdicts = verdicts  # of every run but the first
         self._labels = list(string.ascii_uppercase[: len(records)])
@@ -175,13 +175,13 @@ def _find_runs(names: Sequence[str]) -> list[Path]:
     return paths
 
 
-def _judge(first: RunRecord, other: RunRecord, label: str) -> Verdict:
+def _judge(first: RunRecord, other: RunRecord, label: str) -> RunPair:
     from paceline.checkpoints.difference import compare_newest  # opens tensors, so it needs torch
 
     pair = {"A": first, label: other}
     unfinished = [f"{name} has not finished ({record.status})" for name, record in pair.items() if not record.results]
     tensors = compare_newest(first.path, other.path)
-    return Verdict(("A", label), compare_records(first, other), tensors, unfinished)
+    return RunPair(("A", label), compare_records(first, other), tensors, unfinished)
 
 
 def _result_rows(records: list[RunRecord]) -> dict[str, list[str]]:
@@ -212,7 +212,7 @@ def _find(results: Any, name: str) -> Any:
     return results
 
 
-def _in_words(verdict: Verdict) -> Finding:
+def _in_words(verdict: RunPair) -> Finding:
     a, b = verdict.labels
     text, tensors = verdict.text, verdict.tensors
     seen = f"{text.steps_compared} logged losses, {text.epoch_metrics_compared} epoch metrics"
@@ -233,7 +233,7 @@ def _in_words(verdict: Verdict) -> Finding:
     return Finding(False, f"{a} and {b} differ", lines)
 
 
-def _differences(verdict: Verdict) -> list[str]:
+def _differences(verdict: RunPair) -> list[str]:
     a, b = verdict.labels
     text, tensors = verdict.text, verdict.tensors
     lines = []
@@ -250,7 +250,7 @@ def _differences(verdict: Verdict) -> list[str]:
     return lines
 
 
-def _as_json(records: list[RunRecord], verdicts: list[Verdict]) -> dict[str, Any]:
+def _as_json(records: list[RunRecord], verdicts: list[RunPair]) -> dict[str, Any]:
     labels = string.ascii_uppercase
     names = [name for name, _ in _results_of(records).values()]
     return {
@@ -274,7 +274,7 @@ def _as_json(records: list[RunRecord], verdicts: list[Verdict]) -> dict[str, Any
     }
 
 
-def _verdict_as_json(verdict: Verdict) -> dict[str, Any]:
+def _verdict_as_json(verdict: RunPair) -> dict[str, Any]:
     a, b = verdict.labels
     text, tensors = verdict.text, verdict.tensors
     step, metric = text.first_step, text.first_epoch_metric

@@ -116,7 +116,7 @@ class EpochWatch:
                     "on_epoch returns something else than paceline.STOP",
                     where=f"on_epoch, after epoch {epoch.number}",
                     got=repr(answer),
-                    allowed="paceline.STOP to end the run, or nothing to go on",
+                    allowed="paceline.STOP to end the run, or nothing to continue",
                 )
         return STOP in answers
 

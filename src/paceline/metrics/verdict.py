@@ -83,7 +83,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Conditions:
     """The configuration and machine for which advice is given."""
 
     config: Config
@@ -156,7 +156,7 @@ def split_time(ranks: Sequence[RankTime]) -> Shares:
     return Shares(data, statistics.fmean(waits), min(waits), slow, slowest.own_ms / max(by_own[0].own_ms, 1e-9))
 
 
-def judge_run(shares: Shares, speed: Speed, setting: Setting) -> RunVerdict:
+def judge_run(shares: Shares, speed: Speed, conditions: Conditions) -> RunVerdict:
     """Report the largest loss above its threshold. Without one, the run is compute-bound or has overhead."""
     losses = {"input-bound": shares.data / MUCH, "communication-bound": (shares.exchange or 0.0) / MUCH}
     if shares.slowest is not None:
@@ -171,24 +171,24 @@ def judge_run(shares: Shares, speed: Speed, setting: Setting) -> RunVerdict:
         "straggler": _judge_straggler,
         "compute-bound": _judge_compute,
         "overhead": _judge_overhead,
-    }[kind](shares, speed, setting)
-    return RunVerdict(kind, f"{kind}: {text}", ", or ".join(tips[:2]), tuple(unused_options(setting)))
+    }[kind](shares, speed, conditions)
+    return RunVerdict(kind, f"{kind}: {text}", ", or ".join(tips[:2]), tuple(unused_options(conditions)))
 
 
 Judgement = tuple[str, list[str]]  # the finding, and tips in order of expected gain
 
 
-def _judge_input(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
+def _judge_input(shares: Shares, speed: Speed, conditions: Conditions) -> Judgement:
     text = f"{shares.data:.0%} of a step waits for its batch{_at_ceiling(speed, ', ')}"
-    return text, faster_data(setting)
+    return text, faster_data(conditions)
 
 
-def _judge_communication(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
+def _judge_communication(shares: Shares, speed: Speed, conditions: Conditions) -> Judgement:
     text = f"{shares.exchange or 0.0:.0%} of a step is exchange that computing does not hide"
-    return f"{text}, data wait {shares.data:.0%}", less_exchange(setting)
+    return f"{text}, data wait {shares.data:.0%}", less_exchange(conditions)
 
 
-def _judge_straggler(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
+def _judge_straggler(shares: Shares, speed: Speed, conditions: Conditions) -> Judgement:
     slow = shares.slowest
     assert slow is not None
     text = f"rank {slow.rank} on {slow.host} takes {slow.times_slower:.1f} times the others' time for its own work"
@@ -200,18 +200,18 @@ def _judge_straggler(shares: Shares, speed: Speed, setting: Setting) -> Judgemen
     return f"{text}, and they wait {slow.lost_share:.0%} of each step", [tip]
 
 
-def _judge_compute(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
+def _judge_compute(shares: Shares, speed: Speed, conditions: Conditions) -> Judgement:
     reached = _at_ceiling(speed) or f"{shares.computing:.0%} of a step is computing"
     unknown = f" ({speed.note})" if speed.mfu is None and speed.note else ""
-    return f"{reached}{unknown}, {_rest(shares)}", faster_arithmetic(setting)
+    return f"{reached}{unknown}, {_rest(shares)}", faster_arithmetic(conditions)
 
 
-def _judge_overhead(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
+def _judge_overhead(shares: Shares, speed: Speed, conditions: Conditions) -> Judgement:
     text = f"{_at_ceiling(speed)} though {_rest(shares)}: much of a step is not matrix arithmetic"
-    idle = setting.host_overhead_share
+    idle = conditions.host_overhead_share
     if idle is not None and idle >= MUCH:
         text += f", and the GPU waits {idle:.0%} of it for its host"
-    return text, less_overhead(setting)
+    return text, less_overhead(conditions)
 
 
 def _at_ceiling(speed: Speed, before: str = "") -> str:
@@ -235,71 +235,71 @@ def _rest(shares: Shares) -> str:
 # --- Tips in order of expected gain, without settings that are already active
 
 
-def faster_data(setting: Setting) -> list[str]:
-    data = setting.config.data
-    if data.dataset == "folder" and not setting.is_packed:
+def faster_data(conditions: Conditions) -> list[str]:
+    data = conditions.config.data
+    if data.dataset == "folder" and not conditions.is_packed:
         tips = ["pack the pictures once (paceline data pack)"]
-        cores = setting.cores // setting.world.local_world_size
+        cores = conditions.cores // conditions.world.local_world_size
         return [f"more --num-workers than {data.num_workers}", *tips] if data.num_workers < cores else tips
-    tips = ["a faster disk, or enough memory for the packed pictures"] if setting.is_packed else []
+    tips = ["a faster disk, or enough memory for the packed pictures"] if conditions.is_packed else []
     if data.augment == "imagenet":
         tips += ["--augment light", f"a smaller --image-size than {data.image_size}"]
     elif data.augment != "none":
         tips.append("--augment none")
     if data.cutout:
         tips.append("no --cutout")
-    if not (setting.is_cuda or setting.is_packed):
+    if not (conditions.is_cuda or conditions.is_packed):
         tips.append("a GPU, which would hold this data set in its own memory")
     return tips or ["--profile, to see what the pipeline does"]
 
 
-def less_exchange(setting: Setting) -> list[str]:
+def less_exchange(conditions: Conditions) -> list[str]:
     tips = []
-    if setting.strategy in SHARDED:
+    if conditions.strategy in SHARDED:
         tips.append("--strategy ddp if the model fits (sharded weights are exchanged too)")
-    if setting.config.parallel.sync_bn:
+    if conditions.config.parallel.sync_bn:
         tips.append("no --sync-bn")
     tips.append("a larger --global-batch-size (gradients are exchanged once per step)")
-    if not setting.is_cuda and setting.world.local_world_size > 1:
+    if not conditions.is_cuda and conditions.world.local_world_size > 1:
         tips.append("fewer --processes with more threads each")
     return tips
 
 
-def faster_arithmetic(setting: Setting, *, is_dense: bool = True) -> list[str]:
-    world = setting.world
-    if not setting.is_cuda:
-        if _is_crowded(setting):
-            return [_quiet_machine(setting)]
+def faster_arithmetic(conditions: Conditions, *, is_dense: bool = True) -> list[str]:
+    world = conditions.world
+    if not conditions.is_cuda:
+        if _is_crowded(conditions):
+            return [_quiet_machine(conditions)]
         used = world.local_world_size * world.threads
-        if used < setting.cores:
-            return [f"the other cores too: {used} of {setting.cores} are used (--processes, --omp-num-threads)"]
+        if used < conditions.cores:
+            return [f"the other cores too: {used} of {conditions.cores} are used (--processes, --omp-num-threads)"]
         return ["more cores or a GPU; faster links or disks would not help"]
-    tips = [option.tip for option in unused_options(setting)]
+    tips = [option.tip for option in unused_options(conditions)]
     if not is_dense:
         tips.append("a larger --global-batch-size")
     return tips or ["more or faster GPUs: this one is nearly fully used"]
 
 
-def unused_options(setting: Setting) -> list[UnusedOption]:
+def unused_options(conditions: Conditions) -> list[UnusedOption]:
     """What would make the steps of a GPU shorter without other results than rounding. In order of expected gain."""
-    if not setting.is_cuda:
+    if not conditions.is_cuda:
         return []
-    found, train = [], setting.config.train
-    if setting.precision.startswith("float32"):
+    found, train = [], conditions.config.train
+    if conditions.precision.startswith("float32"):
         found.append(UnusedOption("precision", "mixed precision (leave out --no-amp)"))
-    if not setting.is_compiled and not (setting.config.parallel.exact or train.deterministic):
-        found += _unused_compilation(setting)
-    if train.compile == "never" and not setting.is_recorded and setting.world.world_size == 1:
+    if not conditions.is_compiled and not (conditions.config.parallel.exact or train.deterministic):
+        found += _unused_compilation(conditions)
+    if train.compile == "never" and not conditions.is_recorded and conditions.world.world_size == 1:
         found.append(UnusedOption("recording", "no --compile never, which also switches CUDA graphs off"))
     return found
 
 
-def _unused_compilation(setting: Setting) -> list[UnusedOption]:
+def _unused_compilation(conditions: Conditions) -> list[UnusedOption]:
     """`--compile auto` does not compile a short run. A longer one of the same kind would gain."""
-    gain = setting.compile_gain or expected_gain(KnownTimes(), is_cached=False)
+    gain = conditions.compile_gain or expected_gain(KnownTimes(), is_cached=False)
     if gain.share <= 0:
         return []  # measured: compiled steps of this model are no shorter
-    flag = "no --compile never" if setting.config.train.compile == "never" else "--compile always"
+    flag = "no --compile never" if conditions.config.train.compile == "never" else "--compile always"
     how = "measured" if gain.is_measured else "expected"
     tip = (
         f"{flag}: {gain.share:.0%} of a step less ({how}), which pays from about {gain.pays_from_s:,.0f} s of training"
@@ -307,28 +307,28 @@ def _unused_compilation(setting: Setting) -> list[UnusedOption]:
     return [UnusedOption("compile", tip, gain.share, gain.pays_from_s)]
 
 
-def less_overhead(setting: Setting) -> list[str]:
-    train, parallel, world = setting.config.train, setting.config.parallel, setting.world
+def less_overhead(conditions: Conditions) -> list[str]:
+    train, parallel, world = conditions.config.train, conditions.config.parallel, conditions.world
     tips = []
-    if not setting.is_cuda and _is_crowded(setting):
-        tips.append(_quiet_machine(setting))
+    if not conditions.is_cuda and _is_crowded(conditions):
+        tips.append(_quiet_machine(conditions))
     if parallel.exact and (parallel.lanes or world.world_size) > world.world_size:
         tips.append("fewer --lanes (each runs by itself)")
     if train.accumulate > 1:
         tips.append(f"a smaller --accumulate than {train.accumulate} (larger microbatches)")
-    if train.deterministic and setting.is_cuda:
+    if train.deterministic and conditions.is_cuda:
         tips.append("no --deterministic")
-    tips += [option.tip for option in unused_options(setting) if option.name != "precision"]
-    if setting.step_ms < _SHORT_STEP_MS:
+    tips += [option.tip for option in unused_options(conditions) if option.name != "precision"]
+    if conditions.step_ms < _SHORT_STEP_MS:
         tips.append("a larger --global-batch-size (small operators are dominated by launch overhead)")
-    is_profiled = setting.config.run.profile
+    is_profiled = conditions.config.run.profile
     tips.append("profile/top.txt, which names the operators" if is_profiled else "--profile, to see which operators")
     return tips
 
 
-def _is_crowded(setting: Setting) -> bool:
-    return setting.load > _CROWDED * setting.cores
+def _is_crowded(conditions: Conditions) -> bool:
+    return conditions.load > _CROWDED * conditions.cores
 
 
-def _quiet_machine(setting: Setting) -> str:
-    return f"fewer other programs on this machine (load {setting.load:.1f} on {setting.cores} cores)"
+def _quiet_machine(conditions: Conditions) -> str:
+    return f"fewer other programs on this machine (load {conditions.load:.1f} on {conditions.cores} cores)"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def resize_positions(model: nn.Module, name: str, saved: Tensor) -> Tensor | None:
     """Saved position embeddings [1, prefix + patches, width], interpolated to the model's grid of patches.
 
-    For our own vision transformers and timm's. None if this tensor is not that, or does not fit.
+    For our own vision transformers and timm's. None for any other tensor, or if it does not fit.
     """
     parts: Any = model
     grid = getattr(getattr(parts, "patch_embed", None), "grid_size", None)

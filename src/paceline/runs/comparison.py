@@ -41,7 +41,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ValuePair:
     """One value of two runs, usually a difference."""
 
     what: str
@@ -54,13 +54,13 @@ class TextComparison:
     """The comparison of two runs. None means no difference."""
 
     steps_compared: int
-    first_step: Pair | None
+    first_step: ValuePair | None
     epoch_metrics_compared: int
-    first_epoch_metric: Pair | None
-    hashes: list[Pair]  # every hash that both have; only exact runs have an optimizer hash
+    first_epoch_metric: ValuePair | None
+    hashes: list[ValuePair]  # every hash that both have; only exact runs have an optimizer hash
 
     @property
-    def other_hashes(self) -> list[Pair]:
+    def other_hashes(self) -> list[ValuePair]:
         return [found for found in self.hashes if found.first != found.second]
 
     @property
@@ -104,7 +104,9 @@ def compare_records(first: RunRecord, second: RunRecord) -> TextComparison:
         first_step=_first_unequal({str(step): pair for (_, step), pair in steps.items()}),
         epoch_metrics_compared=len(epochs),
         first_epoch_metric=_first_unequal(epochs),
-        hashes=[Pair(name, *both) for name, both in _common(first.results, second.results).items() if name in HASHES],
+        hashes=[
+            ValuePair(name, *both) for name, both in _common(first.results, second.results).items() if name in HASHES
+        ],
     )
 
 
@@ -140,5 +142,5 @@ def _common(first: dict[Any, Any], second: dict[Any, Any]) -> dict[Any, tuple[An
     return {key: (value, second[key]) for key, value in first.items() if key in second}
 
 
-def _first_unequal(pairs: dict[str, tuple[Any, Any]]) -> Pair | None:
-    return next((Pair(what, a, b) for what, (a, b) in pairs.items() if a != b), None)
+def _first_unequal(pairs: dict[str, tuple[Any, Any]]) -> ValuePair | None:
+    return next((ValuePair(what, a, b) for what, (a, b) in pairs.items() if a != b), None)

@@ -24,9 +24,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeo
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import Cause, PacelineError, UserError
-from paceline.runtime.detect import RankEnvironment, World
+from paceline.runtime.detect import RankEnvironment, World, build_world
+from paceline.runtime.memory import keep_freed_memory
 from paceline.runtime.peers import loopback_interface
 from paceline.runtime.pulse import ATTEMPT_DIR, PEERS_FAILED, RunningClock
+from paceline.settings.schema import ParallelConfig
 from paceline.settings.values import START_TIMEOUT, read_number
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # until the watchdog runs, which has shorter deadlines
@@ -36,6 +38,17 @@ _NAME_TIMEOUT_S = 60.0  # a host name that cannot be resolved for this long is w
 ANSWER_TIMEOUT_S = 8.0
 _EXIT_TIMEOUT_S = 60.0
 _POLL_S = 0.1
+
+
+def prepare_rank(config: ParallelConfig, environment: RankEnvironment) -> World:
+    """Choose this rank's device, and set its CPU threads and its use of memory."""
+    world = build_world(config, environment)
+    torch.set_num_threads(world.threads)
+    if world.device.startswith("cuda"):
+        torch.cuda.set_device(world.device)
+    else:
+        keep_freed_memory()
+    return world
 
 
 @contextmanager

@@ -32,7 +32,7 @@ RESOLVED = "config.yaml"  # the resolved config in a run folder
 
 
 @dataclass(frozen=True)
-class Pair:
+class KeyValue:
     """One key of a mapping, its value, and their place."""
 
     key: str
@@ -42,7 +42,7 @@ class Pair:
     text: str  # the line of the file from the key on, with its comment
 
 
-def read_pairs(path: Path, what: str, hint: str | None = None) -> list[Pair] | None:
+def read_pairs(path: Path, what: str, hint: str | None = None) -> list[KeyValue] | None:
     """The keys of a file, in its order; None for an empty file. `what` names it, for example "the recipe"."""
     try:
         root = compose_yaml(path)
@@ -54,7 +54,7 @@ def read_pairs(path: Path, what: str, hint: str | None = None) -> list[Pair] | N
     return None if root is None else list(pairs_of(root, path, what, hint))
 
 
-def pairs_of(node: yaml.Node, path: Path, what: str, hint: str | None = None) -> Iterator[Pair]:
+def pairs_of(node: yaml.Node, path: Path, what: str, hint: str | None = None) -> Iterator[KeyValue]:
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
@@ -65,15 +65,15 @@ def pairs_of(node: yaml.Node, path: Path, what: str, hint: str | None = None) ->
         mark = key.start_mark
         text = str(mark.buffer)[mark.pointer :].partition("\n")[0].rstrip()
         name = str(key.value)[:200]  # a list or a mapping as a key is an unknown key
-        yield Pair(name, value, f"{path}, line {mark.line + 1}", mark.line + 1, text)
+        yield KeyValue(name, value, f"{path}, line {mark.line + 1}", mark.line + 1, text)
 
 
-def setting_of(pair: Pair, field: FieldSpec, kind: Origin) -> Setting:
+def setting_of(pair: KeyValue, field: FieldSpec, kind: Origin) -> Setting:
     """The value of a pair as text; `values.py` converts it."""
     return check_texts(Setting(field, _values(field, pair), kind, pair.where))
 
 
-def _values(field: FieldSpec, pair: Pair) -> tuple[str, ...]:
+def _values(field: FieldSpec, pair: KeyValue) -> tuple[str, ...]:
     import yaml
 
     node = pair.node

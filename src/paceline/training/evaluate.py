@@ -48,10 +48,6 @@ class Evaluation:
     def seconds(self) -> float:
         return self.samples / self.throughput if self.throughput else 0.0
 
-    def class_accuracy(self) -> PerClass:
-        """Per class; None for a class without samples."""
-        return self.per_class.get("accuracy", [])
-
     def values(self) -> dict[str, float]:
         """Every metric by name."""
         accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}

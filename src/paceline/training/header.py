@@ -37,10 +37,9 @@ def describe_run(components: Components, world: World, place: RunPlace) -> list[
     audit = describe_audit(plan.config, world)
     ranks = f"{world}{_device_name(world.device)}"
     if place.is_restart:
-        batch = (
-            [f"batch     {describe_batch(plan)}"] if plan.config.train.accumulate > 1 else []
-        )  # --auto-microbatch may have changed it
-        return [f"paceline  going on with {ranks}", *batch, *([f"audit     {audit}"] if audit else [])]
+        # --auto-microbatch may have changed the microbatches.
+        batch = [f"batch     {describe_batch(plan)}"] if plan.config.train.accumulate > 1 else []
+        return [f"paceline  continues on {ranks}", *batch, *([f"audit     {audit}"] if audit else [])]
     precision = str(components.model.autocast_dtype or "float32").removeprefix("torch.")
     return [
         f"paceline  {paceline.__version__}: {recipe_of(place.folder)} on {ranks}",

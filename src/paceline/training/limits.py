@@ -1,4 +1,4 @@
-"""How close a run came to what its devices can do, and what kept it: the `limits` of results.json."""
+"""How close a run came to the limits of its devices, and what limits it: the `limits` of results.json."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from paceline.data.pack_format import holds_pixels
 from paceline.metrics.ceiling import FlopCount, count_flops, find_ceilings, name_precision
 from paceline.metrics.compile_gain import Gain
-from paceline.metrics.verdict import LEAST_STEPS, RankTime, Setting, Speed, judge_run, split_time
+from paceline.metrics.verdict import LEAST_STEPS, Conditions, RankTime, Speed, judge_run, split_time
 from paceline.parallel.collectives import broadcast_text
 from paceline.runtime.detect import World
 from paceline.runtime.resources import usable_cores
 from paceline.training.compiling import learn_from
 from paceline.training.components import Components
 
-# Counting a model's arithmetic takes most of a second, measuring the ceiling about one more: not in a run of seconds.
+# Counting the operations of a model takes most of a second, the ceiling about one more. Short runs do neither.
 WORTH_COUNTING_S, WORTH_MEASURING_S = 10.0, 20.0
 _SEVERAL_SIZES = "training inputs had several sizes, so steps have no common arithmetic"
 _TOO_SHORT = "the run was too short to measure the matrix ceiling"
@@ -28,7 +28,7 @@ _NO_MEMORY = "no memory was left to measure the matrix ceiling"
 
 
 def find_limits(components: Components, world: World, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """From every rank's entry of `process_metrics`. Collective; after training, so nothing here is in its time."""
+    """From the `process_metrics` of every rank. Collective. Runs after the training, so its time does not count."""
     times = [_time_of(entry) for entry in ranks if "step_ms" in entry]
     steps = min((int(entry["steps"]) for entry in ranks if "steps" in entry), default=0)
     if len(times) < len(ranks) or steps < LEAST_STEPS:
@@ -38,7 +38,7 @@ def find_limits(components: Components, world: World, ranks: list[dict[str, Any]
     done = _measure_arithmetic(components, world, dtype, times, seconds)
     speed = Speed(sum(done.rates) or None, sum(done.ceilings) or None, done.note)
     shares = split_time(times)
-    setting = Setting(
+    conditions = Conditions(
         config=components.plan.config,
         world=world,
         strategy=components.model.strategy,
@@ -54,7 +54,7 @@ def find_limits(components: Components, world: World, ranks: list[dict[str, Any]
     )
     return {
         "steps": steps,
-        "precision": setting.precision,
+        "precision": conditions.precision,
         "flops_per_sample": done.flops_per_sample,
         "flops_per_s": speed.flops_per_s,
         "ceiling_flops_per_s": speed.ceiling_flops_per_s,
@@ -63,12 +63,12 @@ def find_limits(components: Components, world: World, ranks: list[dict[str, Any]
         "data_share": shares.data,
         "communication_share": shares.communication,
         "exchange_share": shares.exchange,
-        "host_overhead_share": setting.host_overhead_share,
+        "host_overhead_share": conditions.host_overhead_share,
         "slowest_to_fastest": shares.slowest_to_fastest,
         "slowest_rank": asdict(shares.slowest) if shares.slowest else None,
         "flops_per_s_by_rank": done.rates,
         "ceiling_flops_per_s_by_rank": done.ceilings,
-        "verdict": judge_run(shares, speed, setting).to_json(),
+        "verdict": judge_run(shares, speed, conditions).to_json(),
     }
 
 
@@ -85,7 +85,7 @@ def _time_of(entry: dict[str, Any]) -> RankTime:
 
 @dataclass(frozen=True)
 class _Arithmetic:
-    """Operations: of a sample, and per second by rank, as done and at most. What is not known is empty, with a note."""
+    """Operations per sample, and per second of each rank: reached, and at most. Empty if unknown, with a note."""
 
     flops_per_sample: int | None = None
     rates: list[float] = field(default_factory=list)
@@ -113,7 +113,7 @@ def _measure_arithmetic(
 
 
 def _count_once(components: Components, world: World) -> FlopCount:
-    """The primary counts; building a model again is nothing every rank should do."""
+    """Only the primary builds the model again and counts. The other ranks get the result."""
     mine = FlopCount(None)
     if world.is_primary:
         mine = count_flops(
@@ -123,7 +123,7 @@ def _count_once(components: Components, world: World) -> FlopCount:
 
 
 def _host_overhead(components: Components) -> float | None:
-    """Known only where a GPU was profiled."""
+    """Known only if a GPU was profiled."""
     profiler = components.step.guards.profiler
     busy = profiler.result.device_busy_share if profiler and profiler.result else None
     return None if busy is None else max(0.0, 1.0 - busy)

@@ -1,8 +1,9 @@
 """Muon (Jordan, 2024): hidden weights are updated by the nearest orthogonal matrix to their momentum.
 
-Every direction of such an update has the same length, so a rate says how far the weights turn, whatever the size of the
-gradients. Filters in front of a BatchNorm - convolutions without a bias - have no length that matters and are held at
-one. First and last layers, biases and scales are left to Adam, with their own rates relative to Muon's.
+All singular values of such an update are near one, so its size depends on the learning rate and not on the gradients.
+The length of a filter in front of a BatchNorm (a convolution without a bias) has no effect on its output. These filters
+are scaled to a fixed norm before each update. Adam updates the last layer, biases and scales, with rates relative to
+Muon's.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Newton-Schulz iteration of the fifth order. These coefficients bring singular values near one fast, not exactly.
+# Newton-Schulz iteration of the fifth order. With these coefficients singular values come near one in a few iterations.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 3
 _TINY = 1e-7
 _BETAS = (0.8, 0.95)
-_BIAS_RATE, _HEAD_RATE = 0.125, 0.01  # of Muon's own
-_SMALL = 2**28  # multiplications in a matrix times itself: below, a GPU takes longer to begin than to multiply
+_BIAS_RATE, _HEAD_RATE = 0.125, 0.01  # factors of Muon's rate
+_SMALL = 2**28  # multiplications in a matrix times itself: with fewer, a GPU spends most of the time on the launch
 
 
 class Muon(torch.optim.Optimizer):
-    """Parameters in three groups: hidden weights, the rest's vectors, and the last layer."""
+    """Parameters in three groups: hidden weights, vectors (biases and scales), and the last layer."""
 
     def __init__(self, model: nn.Module, lr: float, momentum: float, weight_decay: float) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -51,7 +52,7 @@ class Muon(torch.optim.Optimizer):
                 self._turn(with_gradients, group, rate)
 
     def _turn(self, weights: list[Tensor], group: dict[str, Any], rate: float | Tensor) -> None:
-        """As few operations as can be: on a GPU each of them takes longer than its arithmetic."""
+        """Few calls, each for many tensors: on a GPU a launch costs more than the arithmetic."""
         gradients, momentum = _gradients_of(weights), group["momentum"]
         speeds = [self._remember(weight, "momentum", weight) for weight in weights]
         torch._foreach_mul_(speeds, momentum)
@@ -68,7 +69,7 @@ class Muon(torch.optim.Optimizer):
                 weights[number].addcmul_(update.reshape(weights[number].shape), step, value=-1)
 
     def _hold(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Filters in front of a BatchNorm: back to the length they began with, about."""
+        """Scale filters in front of a BatchNorm to a fixed norm, which is about that of their initial values."""
         held = _of_group(weights, group, is_held=True)
         if not held:
             return
@@ -91,7 +92,8 @@ class Muon(torch.optim.Optimizer):
         sizes = torch._foreach_sqrt(squares)
         torch._foreach_add_(sizes, 1e-10)
         steps = torch._foreach_div(means, sizes)
-        # Means of few steps are too small, all by the same share where every parameter has seen as many.
+        # The averages start at zero, so they are too small in the first steps (bias correction). If all parameters have
+        # had the same number of steps, one factor corrects all of them.
         if self._are_even(parameters, counts):
             torch._foreach_mul_(steps, rate * (1 - second ** counts[0]).sqrt() / (1 - first ** counts[0]))
         else:
@@ -100,15 +102,15 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_sub_(parameters, steps)
 
     def _are_even(self, parameters: list[Tensor], counts: list[Tensor]) -> bool:
-        """Whether all of them have seen as many steps; layers that some steps do not use have seen fewer.
+        """Whether all parameters have had the same number of steps. A layer that some steps do not use has had fewer.
 
-        Counts are read only where others are updated than last time, or from another place: it makes a GPU wait.
+        Counts are read only if other parameters or counts are given than last time: reading makes the host wait.
         """
-        who = (id(counts[0]), *map(id, parameters))
+        given = (id(counts[0]), *map(id, parameters))
         known, is_even = self._even.get(len(parameters[0].shape), ((), False))
-        if known != who:
+        if known != given:
             is_even = len(set(torch.stack(counts).tolist())) == 1
-            self._even[len(parameters[0].shape)] = who, is_even
+            self._even[len(parameters[0].shape)] = given, is_even
         return is_even
 
     def _remember(self, parameter: Tensor, name: str, like: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ def _of_group(weights: list[Tensor], group: dict[str, Any], *, is_held: bool) ->
 
 
 def _together(weights: list[Tensor]) -> list[list[int]]:
-    """The numbers of those to be multiplied at once: of one shape, or on a GPU all the small ones."""
+    """Positions of the weights whose updates are computed in one batch: of one shape, or on a GPU all small ones."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, weight in enumerate(weights):
         short, long = sorted((len(weight), weight.numel() // len(weight)))
@@ -139,31 +141,31 @@ def _together(weights: list[Tensor]) -> list[list[int]]:
 
 
 def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
-    """Roughly the orthogonal matrices nearest to these: singular values come out near one."""
-    lying = [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix for matrix in matrices]
-    x = _pile(lying)
+    """The nearest orthogonal matrices, approximately: singular values become about one."""
+    wide = [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix for matrix in matrices]
+    x = _stack(wide)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + _TINY)
     a, b, c = _COEFFICIENTS
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return [_cut(sheet, matrix) for sheet, matrix in zip(x.to(lying[0].dtype), matrices, strict=True)]
+    return [_unpad(padded, matrix) for padded, matrix in zip(x.to(wide[0].dtype), matrices, strict=True)]
 
 
-def _cut(sheet: Tensor, matrix: Tensor) -> Tensor:
-    """What belongs to this matrix, standing as it does."""
+def _unpad(padded: Tensor, matrix: Tensor) -> Tensor:
+    """The part of the result that belongs to this matrix, in its shape."""
     rows, columns = sorted(matrix.shape)
-    part = sheet[:rows, :columns]
+    part = padded[:rows, :columns]
     return part.mT if matrix.shape[0] > matrix.shape[1] else part
 
 
-def _pile(matrices: list[Tensor]) -> Tensor:
-    """[N, rows, columns]. Smaller ones are in a corner; the zeros around them stay zeros."""
-    dtype = torch.bfloat16 if matrices[0].is_cuda else matrices[0].dtype  # its digits suffice, and GPUs like them
+def _stack(matrices: list[Tensor]) -> Tensor:
+    """One tensor [N, rows, columns]. Smaller matrices are padded with zeros, which stay zeros."""
+    dtype = torch.bfloat16 if matrices[0].is_cuda else matrices[0].dtype  # precise enough, and fast on GPUs
     if len({matrix.shape for matrix in matrices}) == 1:
         return torch.stack(matrices).to(dtype)
     rows, columns = (max(matrix.shape[axis] for matrix in matrices) for axis in (0, 1))
-    pile = matrices[0].new_zeros(len(matrices), rows, columns, dtype=dtype)
-    for sheet, matrix in zip(pile, matrices, strict=True):
-        sheet[: len(matrix), : matrix.shape[1]] = matrix
-    return pile
+    stacked = matrices[0].new_zeros(len(matrices), rows, columns, dtype=dtype)
+    for padded, matrix in zip(stacked, matrices, strict=True):
+        padded[: len(matrix), : matrix.shape[1]] = matrix
+    return stacked

@@ -126,8 +126,8 @@ def build_average(config: OptimConfig, model: nn.Module, steps_per_epoch: int) -
 class MovingAverage:
     """An exponential moving average of a model's parameters (of this rank's shards, under FSDP).
 
-    In the first steps the average follows the weights more closely, so that the random initial weights do not count
-    for long: the decay at step t is at most (1 + t) / (10 + t). Before `first_step` the average equals the weights.
+    In the first steps the average follows the weights more closely, so the random initial weights lose their influence
+    soon: the decay at step t is at most (1 + t) / (10 + t). Before `first_step` the average equals the weights.
     """
 
     def __init__(self, model: nn.Module, decay: float, first_step: int = 0) -> None:

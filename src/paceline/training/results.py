@@ -108,7 +108,7 @@ class Results:
     set_up_s: float  # what was computed from the training data before the first step
     start_up: dict[str, float]  # seconds before the first step, by stage: metrics/start_clock.py
     audits: int  # steps that were audited without a finding
-    earlier: dict[str, Any]  # fields of to_json that an earlier attempt has measured: recorded_speed.py
+    earlier: dict[str, Any]  # fields of to_json that an earlier attempt has measured: earlier_figures.py
 
     @property
     def training_seconds(self) -> float | None:
@@ -134,7 +134,7 @@ class Results:
         return None if self.training_seconds is None else self.samples / max(self.training_seconds, 1e-9)
 
     def for_status(self) -> dict[str, Any]:
-        """What status.json and `paceline runs` show: the accuracy, and the metric of a task whose aim is another."""
+        """What status.json and `paceline runs` show: the accuracy, and the metric of a task without one."""
         config, accuracy = self.plan.config, self.test.accuracy
         shown = {} if accuracy is None else {"test_accuracy": accuracy}
         name = best_metric(config)[0]

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.checkpoints.fetch import prepare_store
 from paceline.checkpoints.mirror import mirrored
 from paceline.data.reference import is_reference
@@ -48,9 +46,8 @@ from paceline.runs.place import (
 )
 from paceline.runs.stores import local_path
 from paceline.runs.trust import TRUST_FLAG, sign_code
-from paceline.runtime.detect import RankEnvironment, World, build_world, identify_job
-from paceline.runtime.group import allow_suspension, process_group
-from paceline.runtime.memory import keep_freed_memory
+from paceline.runtime.detect import RankEnvironment, World, identify_job
+from paceline.runtime.group import allow_suspension, prepare_rank, process_group
 from paceline.runtime.this_rank import leave_error_file, reported_to
 from paceline.settings.load import LoadedConfig, to_yaml
 from paceline.settings.schema import SHARDED
@@ -70,12 +67,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> Results:
     """Train as this rank."""
     config = loaded.config
     guards = open_guards(config, environment)
-    world = build_world(config.parallel, environment)
-    torch.set_num_threads(world.threads)
-    if world.device.startswith("cuda"):
-        torch.cuda.set_device(world.device)
-    else:
-        keep_freed_memory()
+    world = prepare_rank(config.parallel, environment)
     strategy = resolve_strategy(config, world.world_size)
     needs_group = strategy in SHARDED or (strategy == "ddp" and world.backend == "nccl")
     with ExitStack() as held:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from harness.cli import paceline
 from harness.fake_slurm import clean_home
 from harness.processes import kill_all_in
 from harness.runs import read_results, step_losses
+from harness.sockets import free_port
 from paceline.cli.main import main
 from paceline.runtime.secret import RUN_SECRET, create_secret
 
@@ -277,11 +277,6 @@ def pods() -> Iterator[list[Pod]]:
         pod.kill()
 
 
-def free_port() -> str:
-    with socket.create_server(("", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 RECIPE = """\
 dataset: synthetic
 model_name: mlp
@@ -311,7 +306,17 @@ def losses_and_weights(run: Path) -> tuple[list[float], str]:
 
 def kubelet_for(home: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> Kubelet:
     (home / "mine.yaml").write_text(RECIPE)
-    gang = ["--nodes", "2", "--processes-per-node", "1", "--port", free_port(), "--output-dir", "runs/demo", "--track"]
+    gang = [
+        "--nodes",
+        "2",
+        "--processes-per-node",
+        "1",
+        "--port",
+        str(free_port()),
+        "--output-dir",
+        "runs/demo",
+        "--track",
+    ]
     return Kubelet(manifest(capsys, "mine.yaml", *BARE[1:], *gang, *flags), home)
 
 

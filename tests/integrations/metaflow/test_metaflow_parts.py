@@ -24,9 +24,9 @@ from paceline.checkpoints.format import step_folders, verify
 from paceline.checkpoints.uploader import CheckpointUploader
 from paceline.errors import CheckpointError, PacelineError, UserError
 from paceline.integrations.metaflow.datastore import MetaflowDatastore
-from paceline.integrations.metaflow.node import Plan, member_of
+from paceline.integrations.metaflow.node import NodePlan, member_of
 from paceline.integrations.metaflow.request import StartPoint, check_request
-from paceline.launch.gang import Gang, Member
+from paceline.launch.gang import Gang, GangMember
 from paceline.launch.gang_messages import Ended, Hello, Outcome, Start, Upload, build, encode
 from paceline.launch.request import check_loaded
 from paceline.runs.folder import RunFolder
@@ -129,14 +129,14 @@ def test_metaflow_restarts_a_gang_and_a_single_node_restarts_itself() -> None:
 # --- The gang
 
 
-def members(name: str, count: int, timeout_s: float = 20) -> list[Member]:
+def members(name: str, count: int, timeout_s: float = 20) -> list[GangMember]:
     return [
         member_of(name, node=node, nodes=count, host="127.0.0.1", timeout_s=timeout_s, secret=SECRET)
         for node in range(count)
     ]
 
 
-def meet(member: Member) -> tuple[Gang, Start]:
+def meet(member: GangMember) -> tuple[Gang, Start]:
     gang = Gang(member)
     try:
         start = gang.join(make_plan=lambda nodes: (1, {"of": len(nodes)}))
@@ -263,7 +263,7 @@ def test_connections_without_the_secret_do_not_disturb(tmp_path: Path) -> None:
     disconnect([gang for gang, _ in met])
 
 
-def port_of_leader(leader: Member) -> int:
+def port_of_leader(leader: GangMember) -> int:
     """The port of the leader, which refuses another secret."""
     deadline_s = time.monotonic() + 20
     while time.monotonic() < deadline_s:
@@ -295,9 +295,9 @@ PLAN = {"folder": "/a", "mark": "m", "keys": ["k"], "origin": "", "device": "", 
 @pytest.mark.parametrize("change", [{"keys": "k"}, {"keys": [1]}, {"gpus": {"0": 1}}, {"folder": None}, {"more": 1}])
 def test_a_malformed_plan_is_our_own_error(change: dict[str, Any]) -> None:
     """Not a KeyError or a TypeError."""
-    assert build(Plan, PLAN).keys == ("k",)
+    assert build(NodePlan, PLAN).keys == ("k",)
     with pytest.raises(MalformedMessage):
-        build(Plan, {**PLAN, **change})
+        build(NodePlan, {**PLAN, **change})
 
 
 def test_the_secret_is_in_the_request_and_is_not_printed() -> None:

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.cli import command, paceline
+from harness.cli import assert_nothing_starts, command, paceline
 from harness.processes import seconds_until_empty, started
 from harness.ranks import make_world, run_ranks
-from paceline.cli.main import main
 from paceline.metrics.ceiling import measure_matmul_flops
 from paceline.metrics.screen import format_flops, format_size, format_time
 from paceline.metrics.timing import Rounds
@@ -185,13 +184,7 @@ def test_wrong_input_starts_no_bench(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     flags, parts = WRONG[case]
-    assert main(["bench", "shapes-cnn", *flags]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    for part in parts:
-        assert part in err
-    assert list(tmp_path.iterdir()) == []
+    assert_nothing_starts(capsys, tmp_path, ["bench", "shapes-cnn", *flags], *parts)
 
 
 # --- Functions that other modules call

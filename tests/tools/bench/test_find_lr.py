@@ -10,14 +10,14 @@ from harness.cli import paceline
 from harness.ranks import run_ranks
 from harness.runs import quick_config
 from paceline.runtime.detect import World
-from paceline.tools.bench.learning_rates import Point, Sweep, describe, sweep, table_of
+from paceline.tools.bench.learning_rates import Point, RateSweep, describe, sweep, table_of
 
 QUICK = ("--num-samples", "640", "--global-batch-size", "64")
 
 
-def losses(*values: float) -> Sweep:
+def losses(*values: float) -> RateSweep:
     points = [Point(10.0**number, value, value) for number, value in enumerate(values, start=-5)]
-    return Sweep(points, has_diverged=True)
+    return RateSweep(points, has_diverged=True)
 
 
 def test_a_tenth_of_the_rate_with_the_lowest_loss_is_suggested() -> None:
@@ -58,7 +58,7 @@ def test_the_command_prints_a_table_and_writes_a_page(tmp_path: Path) -> None:
 
 def test_the_table_is_short() -> None:
     points = [Point(float(number), 1.0, 1.0) for number in range(1, 1000)]
-    assert len(table_of(Sweep(points, has_diverged=False)).rows) <= 16
+    assert len(table_of(RateSweep(points, has_diverged=False)).rows) <= 16
 
 
 @pytest.mark.parametrize(

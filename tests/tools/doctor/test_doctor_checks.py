@@ -23,7 +23,7 @@ from paceline.runtime.detect import World
 from paceline.tools.bench.collectives import Row
 from paceline.tools.bench.limits import Limit
 from paceline.tools.doctor import rank_report
-from paceline.tools.doctor.disk import Place, check_clock, check_data, check_place, gather_place
+from paceline.tools.doctor.disk import FolderFacts, check_clock, check_data, check_place, gather_place
 from paceline.tools.doctor.examine import Exam, _gather_all, _no_answer
 from paceline.tools.doctor.exchange import (
     Sums,
@@ -40,7 +40,7 @@ from paceline.tools.doctor.exchange import (
 from paceline.tools.doctor.findings import DoctorFinding, failed, merge_nodes, nodes_to_exclude, passed, verdict, warned
 from paceline.tools.doctor.machine import (
     Cores,
-    Memory,
+    MemoryFacts,
     check_cores,
     check_memory,
     check_open_files,
@@ -81,9 +81,9 @@ SOFTWARE = Software("0.1.0", "3.11.7", ">=3.11", {"torch": "2.13.0+cpu"}, {"torc
 TORCH = Torch("2.13.0+cpu", None, "AVX512", has_gloo=True)
 GPU = {"name": "H200", "capability": "90", "free_bytes": 139 * GB, "total_bytes": 140 * GB}
 CUDA = Torch("2.13.0", "13.0", "AVX512", True, True, "2.28", ("sm_80", "sm_90"), (GPU,), driver="580", driver_gpus=1)
-MEMORY = Memory(8 * GB, 8 * GB, 64 * GB, 60 * GB, None, 65536, 65536)
+MEMORY = MemoryFacts(8 * GB, 8 * GB, 64 * GB, 60 * GB, None, 65536, 65536)
 CORES = Cores(machine=8, usable=8, quota=None, numa_nodes=1, numa_used=1, load=0.1, omp_num_threads="")
-PLACE = Place("runs", "/data", True, True, "", 10**12, 10**6, "ext4", 5e8, 0.001, 0.0)
+PLACE = FolderFacts("runs", "/data", True, True, "", 10**12, 10**6, "ext4", 5e8, 0.001, 0.0)
 PORTS = Ports(True, "", None, None, None, 32768, 60999)
 
 

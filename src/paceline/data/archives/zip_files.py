@@ -24,7 +24,6 @@ from paceline.errors import DataError, printable_line
 _ENCRYPTED = 0x1
 _HEADER = struct.Struct("<4s5H3I2H")  # the local header of a member, before its name and extra field
 _MARK = b"PK\x03\x04"
-LARGEST_HEADER_BYTES = _HEADER.size + 2 * 0xFFFF
 
 
 def index_zip(file: IO[bytes], where: str) -> Entries:

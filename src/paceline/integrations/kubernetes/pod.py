@@ -23,7 +23,7 @@ from contextlib import suppress
 from types import FrameType
 
 from paceline.errors import EXIT_PREEMPTED, PacelineError, UserError, printable
-from paceline.launch.gang import Gang, Member, free_port
+from paceline.launch.gang import Gang, GangMember, free_port
 from paceline.launch.gang_messages import Outcome, is_failure
 from paceline.runs.interpreter import python_command
 from paceline.runs.machine import ProcessHandle, end_group, exit_code_of
@@ -44,12 +44,12 @@ _STDERR_TAIL_BYTES = 4000
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def read_member(environment: Mapping[str, str] = os.environ) -> Member:
+def read_member(environment: Mapping[str, str] = os.environ) -> GangMember:
     """This pod, from the variables that the manifest sets."""
     secret = read_secret(environment)
     host, _, port = environment.get(LEADER, "").rpartition(":")
     try:
-        member = Member(
+        member = GangMember(
             node=int(environment[NODE]),
             nodes=int(environment[NODES]),
             host=host,
@@ -74,7 +74,7 @@ def read_member(environment: Mapping[str, str] = os.environ) -> Member:
 class Pod:
     """Runs attempts until the gang ends."""
 
-    def __init__(self, member: Member, command: list[str]) -> None:
+    def __init__(self, member: GangMember, command: list[str]) -> None:
         self._member = member
         self._command = command
         self._gang = Gang(member)

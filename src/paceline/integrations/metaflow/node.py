@@ -27,7 +27,7 @@ from paceline.errors import EXIT_INTERNAL, UserError, printable
 from paceline.integrations.metaflow.datastore import CurrentCheckpoint, MetaflowDatastore
 from paceline.integrations.metaflow.request import Request
 from paceline.launch.child import Child, start_child
-from paceline.launch.gang import FIRST_PORT, PORTS, Gang, Member, free_port
+from paceline.launch.gang import FIRST_PORT, PORTS, Gang, GangMember, free_port
 from paceline.launch.gang_messages import Hello, Start, Upload, build
 from paceline.metrics.screen import BRIEF, OUTPUT
 from paceline.runs.folder import TEMPORARY, RunFolder
@@ -44,7 +44,7 @@ _PORT_CANDIDATES = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class NodePlan:
     """What the leader has decided for all nodes."""
 
     folder: str  # of the run, on the leader
@@ -62,7 +62,7 @@ class Node:
     request: Request
     gang: Gang
     start: Start
-    plan: Plan
+    plan: NodePlan
     folder: RunFolder
     datastore: MetaflowDatastore
     attempt: int
@@ -178,10 +178,10 @@ class Node:
         return environment
 
 
-def member_of(name: str, *, node: int, nodes: int, host: str, timeout_s: float, secret: bytes) -> Member:
+def member_of(name: str, *, node: int, nodes: int, host: str, timeout_s: float, secret: bytes) -> GangMember:
     """A node of the gang `name`: flow, run, step and attempt. The ports follow from the name."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
-    return Member(
+    return GangMember(
         node=node,
         nodes=nodes,
         host=host,
@@ -196,7 +196,7 @@ def member_of(name: str, *, node: int, nodes: int, host: str, timeout_s: float, 
 
 def join(
     request: Request,
-    member: Member,
+    member: GangMember,
     checkpoint: CurrentCheckpoint,
     attempt: int,
     keys: list[str],
@@ -226,7 +226,7 @@ def join(
         mark = uuid4().hex
         (folder.path / _MARK).write_text(mark)
         device, gpus = _share_gpus(request, nodes)
-        plan = Plan(str(folder.path), mark, tuple(keys), origin, device, gpus)
+        plan = NodePlan(str(folder.path), mark, tuple(keys), origin, device, gpus)
         return free_port() if member.nodes > 1 else 0, asdict(plan)
 
     try:
@@ -234,7 +234,7 @@ def join(
     finally:
         gang.close()
     assert start is not None
-    plan = build(Plan, start.plan)
+    plan = build(NodePlan, start.plan)
     folder = RunFolder(Path(plan.folder))
     datastore = prepared[0] if prepared else open_datastore(folder)
     has_shared_disk = _sees_mark(folder, plan.mark)
@@ -246,7 +246,7 @@ def join(
     return Node(request, gang, start, plan, folder, datastore, attempt, has_shared_disk, injects_faults)
 
 
-def _refuse_shards(request: Request, member: Member) -> None:
+def _refuse_shards(request: Request, member: GangMember) -> None:
     if request.is_sharded:
         raise UserError(
             "strategies fsdp and hsdp on several nodes need a disk that all of them share",

@@ -36,7 +36,7 @@ from paceline.integrations.metaflow.cards import TrainingCard, fill_test_card
 from paceline.integrations.metaflow.earlier import as_start_point, newest_of_flow, newest_of_origin
 from paceline.integrations.metaflow.node import Node, join, member_of
 from paceline.integrations.metaflow.request import Request, StartPoint, check_request
-from paceline.launch.gang import Member
+from paceline.launch.gang import GangMember
 from paceline.launch.policy import FINAL_CODES
 from paceline.metrics.recorder import Row, read_rows
 from paceline.runs.folder import RunFolder
@@ -145,7 +145,7 @@ def training(request: Request) -> Iterator[Trained | None]:
         node.close()
 
 
-def read_member(request: Request) -> Member:
+def read_member(request: Request) -> GangMember:
     """A secret in the tasks' environment has priority over the one in the datastore, which more people can read."""
     parallel = current.parallel
     return member_of(

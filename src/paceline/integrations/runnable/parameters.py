@@ -46,7 +46,7 @@ class OwnParameters:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenParameter:
     """A parameter's value and its origin."""
 
     value: Any
@@ -54,14 +54,14 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Request:
+class TrainArguments:
     """The arguments of `paceline train`."""
 
     recipe: str
     flags: list[str]
 
 
-def read_parameters(file: str, environment: Mapping[str, str] = os.environ) -> dict[str, Given]:
+def read_parameters(file: str, environment: Mapping[str, str] = os.environ) -> dict[str, GivenParameter]:
     """The parameters that Runnable will use, each with its line or variable."""
     given = _read_file(Path(file))
     for name, text in environment.items():
@@ -70,11 +70,11 @@ def read_parameters(file: str, environment: Mapping[str, str] = os.environ) -> d
                 value = parse_json(text)
             except ValueError:
                 value = text
-            given[name.removeprefix(PREFIX).lower()] = Given(value, f"environment variable {name}")
+            given[name.removeprefix(PREFIX).lower()] = GivenParameter(value, f"environment variable {name}")
     return given
 
 
-def _read_file(path: Path) -> dict[str, Given]:
+def _read_file(path: Path) -> dict[str, GivenParameter]:
     if not path.is_file():
         raise UserError(
             "there is no such file of parameters",
@@ -85,11 +85,11 @@ def _read_file(path: Path) -> dict[str, Given]:
     pairs = read_pairs(path, "the file of parameters")
     if pairs is None:
         raise UserError("the file of parameters is empty", where=str(path), allowed="`key: value` lines")
-    given: dict[str, Given] = {}
+    given: dict[str, GivenParameter] = {}
     for pair in pairs:
         if pair.key in given:
             raise UserError(f"{pair.key} is given twice", where=f"{pair.where} and {given[pair.key].where}")
-        given[pair.key] = Given(_as_typed(pair.node), pair.where)
+        given[pair.key] = GivenParameter(_as_typed(pair.node), pair.where)
     return given
 
 
@@ -104,12 +104,12 @@ def _as_typed(node: yaml.Node) -> Any:
     return None if node.tag == "tag:yaml.org,2002:null" else str(node.value)
 
 
-def name_parameters(values: Mapping[str, Any]) -> dict[str, Given]:
+def name_parameters(values: Mapping[str, Any]) -> dict[str, GivenParameter]:
     """The same for parameters that Runnable passes to a step, without their origin."""
-    return {name: Given(value, f"parameter {name}") for name, value in values.items()}
+    return {name: GivenParameter(value, f"parameter {name}") for name, value in values.items()}
 
 
-def make_request(parameters: Mapping[str, Given]) -> tuple[Request, LoadedConfig]:
+def make_request(parameters: Mapping[str, GivenParameter]) -> tuple[TrainArguments, LoadedConfig]:
     """Translate the parameters, and check them before a process is started."""
     given = _read_settings({name: item for name, item in parameters.items() if name not in _OF_RUNNABLE})
     own = build(OwnParameters, [setting for setting in given.values() if setting.field.owner is OwnParameters])
@@ -123,10 +123,10 @@ def make_request(parameters: Mapping[str, Given]) -> tuple[Request, LoadedConfig
         base_lr = own.learning_rate * _LR_BATCH / loaded.config.train.global_batch_size
         _add(settings, _setting("base_lr", base_lr, given["learning_rate"].where), "learning_rate")
     loaded = _load(own.recipe, settings)
-    return Request(own.recipe, [token for setting in settings.values() for token in setting.tokens()]), loaded
+    return TrainArguments(own.recipe, [token for setting in settings.values() for token in setting.tokens()]), loaded
 
 
-def _read_settings(given: Mapping[str, Given]) -> dict[str, Setting]:
+def _read_settings(given: Mapping[str, GivenParameter]) -> dict[str, Setting]:
     table = {**field_table(), **fields_of(OwnParameters)}
     settings: dict[str, Setting] = {}
     for name, item in given.items():
@@ -201,7 +201,7 @@ def _load(recipe: str, settings: Mapping[str, Setting]) -> LoadedConfig:
     return loaded
 
 
-def load_request(request: Request) -> LoadedConfig:
+def load_request(request: TrainArguments) -> LoadedConfig:
     return load_config(request.recipe, request.flags)
 
 

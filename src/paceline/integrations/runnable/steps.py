@@ -20,7 +20,13 @@ from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.store import inspect_checkpoint, pointed_at
 from paceline.errors import EXIT_FINISHED, PacelineError
 from paceline.integrations.runnable.child import print_line, run_paceline
-from paceline.integrations.runnable.parameters import Request, fit_world, load_request, make_request, name_parameters
+from paceline.integrations.runnable.parameters import (
+    TrainArguments,
+    fit_world,
+    load_request,
+    make_request,
+    name_parameters,
+)
 from paceline.metrics.recorder import Row, read_rows, seconds_of_steps
 from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RUNS, RunFolder, write_atomically, write_json
@@ -106,7 +112,7 @@ def prepare_data(**parameters: Any) -> dict[str, Any]:
 @_step
 def train(training_request: dict[str, Any]) -> None:
     """Run `paceline train` in the run folder. A retry resumes from the newest checkpoint."""
-    request = Request(**training_request)
+    request = TrainArguments(**training_request)
     loaded = load_request(request)
     flags, warning = fit_world(loaded)
     if warning:

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from paceline.errors import UserError
 from paceline.integrations.slurm.facts import Gres, NodeKind, Partition, SlurmFacts, read_memory_mb, read_number
-from paceline.integrations.slurm.request import Problem, Request, nearest, slurm_time, some_names
+from paceline.integrations.slurm.request import Problem, ResourceRequest, nearest, slurm_time, some_names
 from paceline.integrations.slurm.rights import check_rights, may_exceed
 
 _GPU_SETTINGS = ("gpus_per_node", "gres")
 
 
-def require_possible(request: Request, facts: SlurmFacts, where: Mapping[str, str]) -> None:
+def require_possible(request: ResourceRequest, facts: SlurmFacts, where: Mapping[str, str]) -> None:
     """Raise one error for everything that the cluster cannot provide. `where`: the origin of each setting."""
     problems = find_problems(request, facts)
     if "cpus_per_task" not in where and any(item.setting in _GPU_SETTINGS for item in problems):
@@ -36,13 +36,13 @@ def require_possible(request: Request, facts: SlurmFacts, where: Mapping[str, st
     )
 
 
-def _hint(problem: Problem, request: Request) -> list[str]:
+def _hint(problem: Problem, request: ResourceRequest) -> list[str]:
     """sbatch prefers a variable to its script, so a flag alone does not help."""
     variable = request.from_variables.get(problem.setting)
     return [f"unset {variable}", *problem.hint.splitlines()] if variable else problem.hint.splitlines()
 
 
-def find_problems(request: Request, facts: SlurmFacts) -> list[Problem]:
+def find_problems(request: ResourceRequest, facts: SlurmFacts) -> list[Problem]:
     """Empty if the job can start, or if that is unknown."""
     if request.may_leave_cluster or facts.is_federated:
         return []
@@ -63,7 +63,7 @@ def find_problems(request: Request, facts: SlurmFacts) -> list[Problem]:
     return problems + found
 
 
-def describe_closed(request: Request, facts: SlurmFacts) -> str:
+def describe_closed(request: ResourceRequest, facts: SlurmFacts) -> str:
     """A note if the partition accepts the job but does not start jobs now; otherwise empty."""
     if request.may_leave_cluster or facts.is_federated or facts.rewrites_jobs or not facts.partitions:
         return ""
@@ -77,7 +77,7 @@ def describe_closed(request: Request, facts: SlurmFacts) -> str:
 # --- Where ------------------------------------------------------------------------------------------------------------
 
 
-def _candidates(request: Request, facts: SlurmFacts) -> tuple[list[Partition], Problem | None]:
+def _candidates(request: ResourceRequest, facts: SlurmFacts) -> tuple[list[Partition], Problem | None]:
     """Partitions that Slurm may choose for the job; any of them is enough."""
     partitions = facts.partitions or {}
     if facts.rewrites_jobs or (request.spec.reservation and not request.partitions):
@@ -102,7 +102,7 @@ def _candidates(request: Request, facts: SlurmFacts) -> tuple[list[Partition], P
     )
 
 
-def _other_partition(request: Request, tried: set[str], facts: SlurmFacts) -> str:
+def _other_partition(request: ResourceRequest, tried: set[str], facts: SlurmFacts) -> str:
     """A partition that could start the job."""
     for name, partition in (facts.partitions or {}).items():
         elsewhere = replace(request, spec=replace(request.spec, partition=name))
@@ -111,7 +111,7 @@ def _other_partition(request: Request, tried: set[str], facts: SlurmFacts) -> st
     return ""
 
 
-def _check_partition(request: Request, partition: Partition, facts: SlurmFacts) -> list[Problem]:
+def _check_partition(request: ResourceRequest, partition: Partition, facts: SlurmFacts) -> list[Problem]:
     nodes = [] if facts.can_grow else _check_nodes(request, partition, facts)
     if facts.rewrites_jobs:
         return nodes  # certain only if no node of the cluster can provide it
@@ -126,7 +126,7 @@ def _check_partition(request: Request, partition: Partition, facts: SlurmFacts) 
 # --- How much ---------------------------------------------------------------------------------------------------------
 
 
-def _check_time(request: Request, partition: Partition, facts: SlurmFacts) -> list[Problem]:
+def _check_time(request: ResourceRequest, partition: Partition, facts: SlurmFacts) -> list[Problem]:
     asked_s, most_s = request.time_s, partition.max_time_s
     if "time-min" in request.options:  # Slurm may shorten it
         return []
@@ -157,7 +157,7 @@ def _check_time(request: Request, partition: Partition, facts: SlurmFacts) -> li
     ]
 
 
-def _check_nodes(request: Request, partition: Partition, facts: SlurmFacts) -> list[Problem]:
+def _check_nodes(request: ResourceRequest, partition: Partition, facts: SlurmFacts) -> list[Problem]:
     asked, where = request.spec.nodes, f"partition {partition.name}"
     got = request.named("nodes")
     if not facts.rewrites_jobs:
@@ -189,7 +189,7 @@ def _check_nodes(request: Request, partition: Partition, facts: SlurmFacts) -> l
     return [Problem("nodes", "there are not enough nodes of this kind", got, allowed, hint)]
 
 
-def _count_fitting(request: Request, partition: Partition) -> int:
+def _count_fitting(request: ResourceRequest, partition: Partition) -> int:
     one_each = (
         kind.count
         for kind in partition.kinds
@@ -201,7 +201,7 @@ def _count_fitting(request: Request, partition: Partition) -> int:
     return sum(one_each)
 
 
-def _check_cpus(request: Request, partition: Partition) -> list[Problem]:
+def _check_cpus(request: ResourceRequest, partition: Partition) -> list[Problem]:
     most = max(kind.cpus for kind in partition.kinds)
     if partition.max_cpus_per_node is not None:
         most = min(most, partition.max_cpus_per_node)
@@ -223,7 +223,7 @@ def _check_cpus(request: Request, partition: Partition) -> list[Problem]:
     ]
 
 
-def _check_gres(request: Request, partition: Partition) -> list[Problem]:
+def _check_gres(request: ResourceRequest, partition: Partition) -> list[Problem]:
     problems = []
     for item in request.gres:
         most = max(kind.gres_count(item.name, item.kind) for kind in partition.kinds)
@@ -262,7 +262,7 @@ def describe_gres(kinds: Iterable[NodeKind], name: str) -> str:
     return f"{name} {' or '.join(found)}" if found else f"no {name}"
 
 
-def _check_memory(request: Request, partition: Partition) -> list[Problem]:
+def _check_memory(request: ResourceRequest, partition: Partition) -> list[Problem]:
     if not re.fullmatch(r"[0-9]{1,18}[KMGT]?", request.spec.mem, re.IGNORECASE):
         return []
     needed_mb, most_mb = read_memory_mb(request.spec.mem), max(kind.memory_mb for kind in partition.kinds)
@@ -272,7 +272,7 @@ def _check_memory(request: Request, partition: Partition) -> list[Problem]:
     return [Problem("mem", "no node has this much memory", request.named("mem"), allowed, f"--mem {most_mb}M")]
 
 
-def _check_constraint(request: Request, partition: Partition) -> list[Problem]:
+def _check_constraint(request: ResourceRequest, partition: Partition) -> list[Problem]:
     """Check only a single feature. Slurm checks expressions of several features."""
     wanted = request.spec.constraint
     if not re.fullmatch(r"[\w.-]+", wanted):
@@ -285,7 +285,7 @@ def _check_constraint(request: Request, partition: Partition) -> list[Problem]:
     return [Problem("constraint", "no node has this feature", request.named("constraint"), allowed, hint)]
 
 
-def _check_array(request: Request, facts: SlurmFacts) -> list[Problem]:
+def _check_array(request: ResourceRequest, facts: SlurmFacts) -> list[Problem]:
     numbers = [read_number(number) for number in re.findall(r"(?<![%:\d])\d+", request.spec.array)]
     most = facts.max_array_size
     if most is None or all(number is None or number < most for number in numbers):

@@ -20,7 +20,7 @@ from paceline.runs.stores import is_url
 from paceline.runs.trust import TRUST_FLAG
 from paceline.settings.declare import fields_of
 from paceline.settings.load import LoadedConfig
-from paceline.settings.recipe_file import RECIPES, RESOLVED, Pair, pairs_of, read_pairs, setting_of, shipped_recipes
+from paceline.settings.recipe_file import RECIPES, RESOLVED, KeyValue, pairs_of, read_pairs, setting_of, shipped_recipes
 from paceline.settings.syntax import code_references
 from paceline.settings.values import Setting, find_in, latest, unknown_name
 
@@ -78,7 +78,7 @@ def _read_profiles(path: Path) -> dict[str, dict[str, Setting]]:
     return {pair.key: _read_profile(pair, path) for pair in pairs}
 
 
-def _read_profile(profile: Pair, path: Path) -> dict[str, Setting]:
+def _read_profile(profile: KeyValue, path: Path) -> dict[str, Setting]:
     known = {name: field for name, field in fields_of(SlurmFlags).items() if field.arg.in_site}
     settings = []
     for pair in pairs_of(profile.node, path, f"site {profile.key!r}", hint=_example()):

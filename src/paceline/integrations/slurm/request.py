@@ -44,7 +44,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Request:
+class ResourceRequest:
     """What sbatch or srun reads: options, and environment variables that replace them."""
 
     spec: JobSpec
@@ -71,7 +71,7 @@ class Request:
             wanted += read_gres(f"gpu:{self.spec.gpus}") or ()
         return wanted
 
-    def without_names(self) -> Request:
+    def without_names(self) -> ResourceRequest:
         """The request without what a site plugin may change: GPU types, features, and the array."""
         gpus = sum(item.count for item in self.gres if item.name == "gpu")
         gres = f"gpu:{gpus}" if gpus and self.spec.gres else ""
@@ -93,7 +93,7 @@ class Request:
         return f"--{setting.replace('_', '-')} {value}"
 
 
-def as_sbatch_reads(spec: JobSpec, environment: Mapping[str, str]) -> Request:
+def as_sbatch_reads(spec: JobSpec, environment: Mapping[str, str]) -> ResourceRequest:
     """For sbatch, variables take precedence over the lines of a script."""
     variables = {name: f"SBATCH_{ending}" for name, ending in _VARIABLES.items() if environment.get(f"SBATCH_{ending}")}
     changed: dict[str, str | int] = {name: environment[variable] for name, variable in variables.items()}
@@ -105,7 +105,7 @@ def as_sbatch_reads(spec: JobSpec, environment: Mapping[str, str]) -> Request:
     return replace(request, has_known_cpus=has_known_cpus)
 
 
-def as_srun_reads(nodes: int, tasks: int, words: Sequence[str], environment: Mapping[str, str]) -> Request:
+def as_srun_reads(nodes: int, tasks: int, words: Sequence[str], environment: Mapping[str, str]) -> ResourceRequest:
     """An allocation for `tasks` on each node. For srun, options take precedence over variables."""
     given: dict[str, str] = {}
     left = list(words)
@@ -136,12 +136,12 @@ def as_srun_reads(nodes: int, tasks: int, words: Sequence[str], environment: Map
 
 def _request(
     spec: JobSpec, variables: Mapping[str, str], words: Sequence[str], environment: Mapping[str, str]
-) -> Request:
+) -> ResourceRequest:
     options = frozenset(re.split(r"[=\s]", word.lstrip("-"), maxsplit=1)[0] for word in words if word.startswith("-"))
     leaves = any(environment.get(name) for name in _OTHER_CLUSTERS)
     leaves = leaves or bool(options & {"clusters", "cluster", "cluster-constraint"})
     leaves = leaves or any(re.match(r"-M", word) for word in words)
-    return Request(spec, variables, options, leaves, has_known_cpus=not options & _OVERCOMMIT)
+    return ResourceRequest(spec, variables, options, leaves, has_known_cpus=not options & _OVERCOMMIT)
 
 
 # --- Text -------------------------------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.integrations.slurm.facts import Association, Limits, Partition, Qos, SlurmFacts
-from paceline.integrations.slurm.request import Problem, Request, nearest, slurm_time, some_names
+from paceline.integrations.slurm.request import Problem, ResourceRequest, nearest, slurm_time, some_names
 
 # From this version on, a partition's list of accounts may include child accounts, which are not queried here.
 _LISTS_MAY_HOLD_SUBACCOUNTS = (24, 5)
 
 
-def may_exceed(request: Request, facts: SlurmFacts, flag: str) -> bool:
+def may_exceed(request: ResourceRequest, facts: SlurmFacts, flag: str) -> bool:
     """Whether the job's QOS may lift a limit of the partition."""
     if not facts.has_accounting:
         return False
@@ -22,7 +22,7 @@ def may_exceed(request: Request, facts: SlurmFacts, flag: str) -> bool:
     return any(flag in qos.flags for qos in possible)
 
 
-def check_rights(request: Request, partition: Partition | None, facts: SlurmFacts) -> list[Problem]:
+def check_rights(request: ResourceRequest, partition: Partition | None, facts: SlurmFacts) -> list[Problem]:
     return [
         *_check_account(request, partition, facts),
         *_check_qos(request, partition, facts),
@@ -34,11 +34,11 @@ def _may_hold_subaccounts(facts: SlurmFacts) -> bool:
     return facts.version is None or facts.version >= _LISTS_MAY_HOLD_SUBACCOUNTS
 
 
-def _account(request: Request, facts: SlurmFacts) -> str:
+def _account(request: ResourceRequest, facts: SlurmFacts) -> str:
     return request.spec.account.lower() or facts.default_account
 
 
-def _usable(request: Request, partition: Partition | None, facts: SlurmFacts) -> list[Association]:
+def _usable(request: ResourceRequest, partition: Partition | None, facts: SlurmFacts) -> list[Association]:
     """Associations that the job may use. If the account is unknown, any of the user's."""
     account = _account(request, facts)
     return [
@@ -49,7 +49,7 @@ def _usable(request: Request, partition: Partition | None, facts: SlurmFacts) ->
     ]
 
 
-def _possible_qos(request: Request, facts: SlurmFacts) -> set[str] | None:
+def _possible_qos(request: ResourceRequest, facts: SlurmFacts) -> set[str] | None:
     """The names of the QOS that the job may use. None: any."""
     if request.spec.qos:
         return {request.spec.qos.lower()}
@@ -61,7 +61,7 @@ def _possible_qos(request: Request, facts: SlurmFacts) -> set[str] | None:
 # --- Account and QOS --------------------------------------------------------------------------------------------------
 
 
-def _check_account(request: Request, partition: Partition | None, facts: SlurmFacts) -> list[Problem]:
+def _check_account(request: ResourceRequest, partition: Partition | None, facts: SlurmFacts) -> list[Problem]:
     asked = request.spec.account.lower()
     if "associations" in facts.enforces and facts.associations is not None:
         mine = sorted({found.account for found in facts.associations})
@@ -93,7 +93,7 @@ def _check_account(request: Request, partition: Partition | None, facts: SlurmFa
     return []
 
 
-def _check_qos(request: Request, partition: Partition | None, facts: SlurmFacts) -> list[Problem]:
+def _check_qos(request: ResourceRequest, partition: Partition | None, facts: SlurmFacts) -> list[Problem]:
     asked = request.spec.qos.lower()
     if not asked or not facts.has_accounting:
         return []
@@ -123,7 +123,7 @@ def _check_qos(request: Request, partition: Partition | None, facts: SlurmFacts)
 # --- Limits of one job ------------------------------------------------------------------------------------------------
 
 
-def _check_limits(request: Request, partition: Partition | None, facts: SlurmFacts) -> list[Problem]:
+def _check_limits(request: ResourceRequest, partition: Partition | None, facts: SlurmFacts) -> list[Problem]:
     """Check the limits of the account and the QOS. A job above them waits forever."""
     if not facts.enforces & {"limits", "safe"} or facts.associations is None or facts.qos is None:
         return []
@@ -154,7 +154,7 @@ def _check_limits(request: Request, partition: Partition | None, facts: SlurmFac
 
 
 def _possible_limits(
-    request: Request, partition: Partition | None, facts: SlurmFacts, known: Mapping[str, Qos]
+    request: ResourceRequest, partition: Partition | None, facts: SlurmFacts, known: Mapping[str, Qos]
 ) -> list[Limits]:
     """One entry for each account and QOS that the job may use. A QOS limit replaces the account's limit."""
     names = _possible_qos(request, facts)

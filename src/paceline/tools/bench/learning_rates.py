@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import paceline
 from paceline.parallel.apply import resolve_strategy
 from paceline.reports.charts import Chart, Mark, Series, Table
 from paceline.reports.page import Section, write_page
-from paceline.runtime.detect import RankEnvironment, World, build_world
-from paceline.runtime.group import process_group
-from paceline.runtime.memory import keep_freed_memory
+from paceline.runtime.detect import RankEnvironment, World
+from paceline.runtime.group import prepare_rank, process_group
 from paceline.runtime.pulse import Pulse, open_pulse
 from paceline.settings.schema import SHARDED, Config
 from paceline.tools.bench.data import endless_batches
@@ -43,7 +40,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class RateSweep:
     points: Sequence[Point]
     has_diverged: bool
 
@@ -59,22 +56,19 @@ class Sweep:
         return None if self.lowest in early else self.lowest.base_lr / 10
 
 
-def find_rates(config: Config, environment: RankEnvironment, rates: tuple[float, float], steps: int) -> Sweep:
+def find_rates(config: Config, environment: RankEnvironment, rates: tuple[float, float], steps: int) -> RateSweep:
     """Run the sweep as this rank, together with all others."""
     with open_pulse(environment.rank, is_supervised=environment.is_supervised, allowed_s=_START_S) as pulse:
-        world = build_world(config.parallel, environment)
-        torch.set_num_threads(world.threads)
-        if world.device.startswith("cuda"):
-            torch.cuda.set_device(world.device)
-        else:
-            keep_freed_memory()
+        world = prepare_rank(config.parallel, environment)
         needs_group = resolve_strategy(config, world.world_size) in SHARDED
         with process_group(world, environment, needed=needs_group):
             require_same_ranks(config, world)
             return sweep(config, world, rates, steps, pulse)
 
 
-def sweep(config: Config, world: World, rates: tuple[float, float], steps: int, pulse: Pulse | None = None) -> Sweep:
+def sweep(
+    config: Config, world: World, rates: tuple[float, float], steps: int, pulse: Pulse | None = None
+) -> RateSweep:
     """Collective."""
     components = build_components(config, world)
     scale = peak_learning_rate(config.optim, config.train.global_batch_size) / config.optim.base_lr
@@ -87,27 +81,27 @@ def sweep(config: Config, world: World, rates: tuple[float, float], steps: int, 
         base_lr = low * (high / low) ** (step / (steps - 1))
         report = components.step.gradients(batch, step, wants_stop=False)
         if not math.isfinite(report.mean_loss) or not math.isfinite(report.grad_norm):
-            return Sweep(points, has_diverged=True)
+            return RateSweep(points, has_diverged=True)
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * report.mean_loss
         weight = _SMOOTHING * weight + (1 - _SMOOTHING)
         points.append(Point(base_lr, report.mean_loss, mean / weight))
         if points[-1].smooth_loss > _DIVERGED * min(point.smooth_loss for point in points):
-            return Sweep(points, has_diverged=True)
+            return RateSweep(points, has_diverged=True)
         components.step.update(step, base_lr * scale, report)
-    return Sweep(points, has_diverged=False)
+    return RateSweep(points, has_diverged=False)
 
 
 # --- What is shown
 
 
-def table_of(found: Sweep) -> Table:
+def table_of(found: RateSweep) -> Table:
     """About 16 of the points, evenly spaced."""
     stride = max(1, math.ceil(len(found.points) / _MOST_ROWS))
     rows = [[point.base_lr, point.loss, point.smooth_loss] for point in found.points[::stride]]
     return Table(["base_lr", "loss", "smoothed loss"], rows)
 
 
-def describe(found: Sweep, tried: tuple[float, float]) -> str:
+def describe(found: RateSweep, tried: tuple[float, float]) -> str:
     """The answer in one sentence."""
     if found.suggested is None:
         return f"the loss falls at no rate between {tried[0]:g} and {tried[1]:g}: try others with --rates LOW:HIGH"
@@ -116,7 +110,7 @@ def describe(found: Sweep, tried: tuple[float, float]) -> str:
     return f"try --base-lr {found.suggested:.2g}: {lowest}"
 
 
-def write_rates_page(path: Path, recipe: str, found: Sweep, tried: tuple[float, float]) -> Path:
+def write_rates_page(path: Path, recipe: str, found: RateSweep, tried: tuple[float, float]) -> Path:
     rates = [point.base_lr for point in found.points]
     marks = [Mark(found.suggested, "suggested")] if found.suggested is not None else []
     chart = Chart(

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from paceline.metrics.screen import format_flops, format_rate, format_size, format_time, gigabytes
 from paceline.tools.bench.collectives import Row, bucket_size_mb
 from paceline.tools.bench.data import DataResult
-from paceline.tools.bench.session import Report
+from paceline.tools.bench.session import BenchReport
 from paceline.tools.bench.step import ProfileResult, StepResult
 
 _HEAD = f"{'median':>8} {'p95':>8} {'alg':>6} {'bus':>6}"
 _NAME = 36  # width of an operator's name
 
 
-def lines_of(part: str, report: Report) -> list[str]:
+def lines_of(part: str, report: BenchReport) -> list[str]:
     """The lines to print when a part is done."""
     if part == "start":
         return list(_start(report))
@@ -32,13 +32,13 @@ def lines_of(part: str, report: Report) -> list[str]:
     return ["", report.verdict.text] if report.verdict else []
 
 
-def _start(report: Report) -> Iterator[str]:
+def _start(report: BenchReport) -> Iterator[str]:
     yield f"bench     {report.recipe}: {report.world}"
     for note in report.notes:
         yield f"note      {note}"
 
 
-def _collectives(report: Report) -> Iterator[str]:
+def _collectives(report: BenchReport) -> Iterator[str]:
     """One row per size, the operations side by side."""
     operations = list(dict.fromkeys(row.operation for row in report.rows))
     yield ""
@@ -70,7 +70,7 @@ def _cells(row: Row) -> str:
     )
 
 
-def _data(data: DataResult, report: Report) -> Iterator[str]:
+def _data(data: DataResult, report: BenchReport) -> Iterator[str]:
     where = "GPU memory" if report.world.device.startswith("cuda") else "memory"
     yield ""
     yield "DATA"
@@ -85,7 +85,7 @@ def _data(data: DataResult, report: Report) -> Iterator[str]:
     )
 
 
-def _pictures(report: Report) -> Iterator[str]:
+def _pictures(report: BenchReport) -> Iterator[str]:
     found = report.pictures
     if found is not None:
         stages = {"read": found.read_per_s, "decode": found.decode_per_s, "crop": found.crop_per_s}
@@ -93,7 +93,7 @@ def _pictures(report: Report) -> Iterator[str]:
         yield f"pictures/s      {rates}, copy {found.copy_per_s:,.0f}: each alone, {found.threads} threads per rank"
 
 
-def _needs(report: Report) -> Iterator[str]:
+def _needs(report: BenchReport) -> Iterator[str]:
     """What a step needs of encoded pictures, and what the pipeline delivers."""
     if report.pictures is None or report.data is None or report.step is None:
         return

@@ -15,12 +15,11 @@ import torch
 import paceline
 from paceline.metrics.screen import format_rate, format_size, format_time
 from paceline.metrics.timing import gather_numbers
-from paceline.metrics.verdict import DENSE, MUCH, Setting, faster_arithmetic, faster_data, less_exchange
+from paceline.metrics.verdict import DENSE, MUCH, Conditions, faster_arithmetic, faster_data, less_exchange
 from paceline.parallel.apply import resolve_strategy
 from paceline.parallel.collectives import broadcast_text, wait_for_all
-from paceline.runtime.detect import RankEnvironment, World, build_world
-from paceline.runtime.group import process_group
-from paceline.runtime.memory import keep_freed_memory
+from paceline.runtime.detect import RankEnvironment, World
+from paceline.runtime.group import prepare_rank, process_group
 from paceline.runtime.pulse import Pulse, open_pulse
 from paceline.runtime.resources import usable_cores
 from paceline.settings.schema import SHARDED, Config
@@ -40,7 +39,7 @@ _START_S, _PIECE_S = 600.0, 120.0  # for reading data and building a model; for 
 
 
 @dataclass
-class Report:
+class BenchReport:
     """The measurements. Parts that were not requested stay empty."""
 
     recipe: str
@@ -77,72 +76,69 @@ class Report:
         }
 
 
-ShowPart = Callable[[str, Report], None]  # called with a finished part and the report so far
+ShowPart = Callable[[str, BenchReport], None]  # called with a finished part and the report so far
 
 
-def run_rank(request: BenchRequest, environment: RankEnvironment, show: ShowPart) -> Report:
+def run_rank(request: BenchRequest, environment: RankEnvironment, show: ShowPart) -> BenchReport:
     """Measure as this rank, together with all others."""
     with open_pulse(environment.rank, is_supervised=environment.is_supervised, allowed_s=_START_S) as pulse:
         return _join_and_measure(request, environment, show, pulse)
 
 
-def _join_and_measure(request: BenchRequest, environment: RankEnvironment, show: ShowPart, pulse: Pulse) -> Report:
+def _join_and_measure(request: BenchRequest, environment: RankEnvironment, show: ShowPart, pulse: Pulse) -> BenchReport:
     config = request.config
-    world = build_world(config.parallel, environment)
-    torch.set_num_threads(world.threads)
-    if world.device.startswith("cuda"):
-        torch.cuda.set_device(world.device)
-    else:
-        keep_freed_memory()
+    world = prepare_rank(config.parallel, environment)
     needs_group = request.needs_recipe and resolve_strategy(config, world.world_size) in SHARDED
     with process_group(world, environment, needed=needs_group):
         require_same_ranks(config, world)
         return _measure(request, world, pulse, show)
 
 
-def _measure(request: BenchRequest, world: World, pulse: Pulse, show: ShowPart) -> Report:
+def _measure(request: BenchRequest, world: World, pulse: Pulse, show: ShowPart) -> BenchReport:
     piece_s = _PIECE_S + 5 * _STEP_TIMES * request.seconds_per_size
 
-    def go_on(_: object = None, allowed_s: float = piece_s) -> None:
+    def keep_alive(_: object = None, allowed_s: float = piece_s) -> None:
         pulse.beat("start", 0, allowed_s)
 
-    go_on()
+    keep_alive()
     wait_for_all(world)  # all ranks measure at the same time: they share the memory bandwidth
     rates = gather_numbers([measure_copy_bandwidth(world.device)], world)
     copy = sum(row[0] for row in rates) / world.world_size
-    report = Report(request.recipe, world, MachineLimits(copy, find_link(world, copy)), notes=_notes(request, world))
+    report = BenchReport(
+        request.recipe, world, MachineLimits(copy, find_link(world, copy)), notes=_notes(request, world)
+    )
     show("start", report)
     if "collectives" in request.parts and world.world_size > 1:
-        measure = partial(collectives.measure, world, request.sizes, on_row=go_on)
+        measure = partial(collectives.measure, world, request.sizes, on_row=keep_alive)
         report.rows = measure(seconds_per_size=request.seconds_per_size)
         report.fits = collectives.fit_rows(report.rows, world.world_size)
         show("collectives", report)
     if request.needs_recipe:
-        go_on(allowed_s=_START_S)
-        _measure_recipe(request, world, report, go_on, show)
+        keep_alive(allowed_s=_START_S)
+        _measure_recipe(request, world, report, keep_alive, show)
     report.verdict = judge(report, request)
     show("verdict", report)
     return report
 
 
 def _measure_recipe(
-    request: BenchRequest, world: World, report: Report, go_on: Callable[[], None], show: ShowPart
+    request: BenchRequest, world: World, report: BenchReport, keep_alive: Callable[[], None], show: ShowPart
 ) -> None:
     components: Components = build_components(
         request.config, world, load_weights=False
     )  # any weights: the time is the same
-    go_on()
+    keep_alive()
     if "data" in request.parts:
         seconds = _DATA_TIMES * request.seconds_per_size
         report.data = measure_data(components, world, report.limits.copy_bytes_per_s, seconds=seconds)
-        go_on()
+        keep_alive()
         report.pictures = measure_pictures(components.train_data, world, seconds=seconds)
         show("data", report)
-        go_on()
+        keep_alive()
     if "step" in request.parts:
         report.step = measure_step(components, world, seconds=_STEP_TIMES * request.seconds_per_size)
         show("step", report)
-        go_on()
+        keep_alive()
     if request.profile is not None:
         # The folder's name is made from rank 0's clock.
         folder = Path(broadcast_text(str(request.profile), world))
@@ -150,7 +146,7 @@ def _measure_recipe(
         show("profile", report)
 
 
-def judge(report: Report, request: BenchRequest) -> BenchVerdict | None:
+def judge(report: BenchReport, request: BenchRequest) -> BenchVerdict | None:
     wrong = judge_sums(report.rows)
     if wrong is not None:
         return wrong
@@ -197,21 +193,21 @@ def judge_sums(rows: Sequence[Row]) -> BenchVerdict | None:
 
 def judge_step(step: StepResult, config: Config, world: World, *, cores: int) -> BenchVerdict:
     strategy = resolve_strategy(config, world.world_size)
-    setting = Setting(config, world, strategy, step.precision, cores, step_ms=1000 * step.step_s)
+    conditions = Conditions(config, world, strategy, step.precision, cores, step_ms=1000 * step.step_s)
     whole_s = step.step_s + step.data_s
     data_share = step.data_s / whole_s
     peers_share = (step.exposed_s or 0.0) / whole_s
     if peers_share >= MUCH and peers_share >= data_share:
         text = f"{peers_share:.0%} of a step ({format_time(step.exposed_s or 0.0)}) goes into exchanging"
         text += f" {format_size(step.gradient_bytes)} of gradients"
-        return _verdict("communication-bound", text, less_exchange(setting))
+        return _verdict("communication-bound", text, less_exchange(conditions))
     if data_share >= MUCH:
         text = f"{data_share:.0%} of a step ({format_time(step.data_s)}) waits for its batch"
-        return _verdict("data-bound", text, faster_data(setting))
+        return _verdict("data-bound", text, faster_data(conditions))
     at = f", at {step.mfu:.0%} of the matrix ceiling" if step.mfu is not None else ""
     text = f"{1 - data_share - peers_share:.0%} of a step is arithmetic{at}"
     is_dense = step.mfu is None or step.mfu >= DENSE
-    return _verdict("compute-bound", text, faster_arithmetic(setting, is_dense=is_dense))
+    return _verdict("compute-bound", text, faster_arithmetic(conditions, is_dense=is_dense))
 
 
 def _verdict(kind: str, text: str, tips: list[str]) -> BenchVerdict:

@@ -85,7 +85,7 @@ def _describe(whole: Tensor, shard: Tensor) -> tuple[str, int, int]:
 
 
 @dataclass
-class StepReport:
+class ShardedStepReport:
     """What one step of a sharded model did on one rank."""
 
     groups: list[str]
@@ -131,10 +131,10 @@ def take_step(model: nn.Module, rank: int) -> None:
     optimizer.step()
 
 
-def watch_step(model: nn.Module, rank: int) -> StepReport:
+def watch_step(model: nn.Module, rank: int) -> ShardedStepReport:
     blocks = find_blocks(model)
     stored = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
-    report = StepReport(find_groups(model), stored)
+    report = ShardedStepReport(find_groups(model), stored)
 
     def look(*_: Any) -> None:
         report.most_blocks = max(report.most_blocks, sum(_is_whole(block) for block in blocks.values()))

@@ -22,7 +22,7 @@ _FSYNCS = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class FolderFacts:
     path: str
     stands_in: str  # the folder itself, or its nearest existing parent
     exists: bool
@@ -36,11 +36,11 @@ class Place:
     clock_ahead_s: float | None = None  # the file system's clock minus ours
 
 
-def gather_place(path: Path, clock: Callable[[], float] = time.time, *, measures: bool = True) -> Place:
+def gather_place(path: Path, clock: Callable[[], float] = time.time, *, measures: bool = True) -> FolderFacts:
     """Writes a probe file into the folder, or its nearest existing parent, and removes it."""
     whole = path.expanduser().absolute()
     stands_in = next((folder for folder in (whole, *whole.parents) if folder.exists()), Path("/"))
-    place = Place(path=str(path), stands_in=str(stands_in), exists=stands_in == whole)
+    place = FolderFacts(path=str(path), stands_in=str(stands_in), exists=stands_in == whole)
     if not stands_in.is_dir():
         return replace(place, error="it is a file, not a folder")
     try:
@@ -61,7 +61,7 @@ def gather_place(path: Path, clock: Callable[[], float] = time.time, *, measures
         return replace(place, error=error.strerror or str(error))
 
 
-def _write_probe(place: Place, size: int, clock: Callable[[], float]) -> Place:
+def _write_probe(place: FolderFacts, size: int, clock: Callable[[], float]) -> FolderFacts:
     block = os.urandom(2**20)
     handle, name = tempfile.mkstemp(prefix=".paceline-doctor-", dir=place.stands_in)
     try:
@@ -120,7 +120,7 @@ _CLOCK_WARN_S, _CLOCK_FAIL_S = 2.0, 60.0
 _EARLIEST = 1_735_689_600  # 1 January 2025: this program did not exist before
 
 
-def check_place(name: str, facts: Place, *, flag: str) -> DoctorFinding:
+def check_place(name: str, facts: FolderFacts, *, flag: str) -> DoctorFinding:
     """A folder that training writes to."""
     where = facts.path if facts.exists else f"{facts.path} (to be made in {facts.stands_in})"
     elsewhere = f"use another {flag}"
@@ -145,7 +145,7 @@ def check_place(name: str, facts: Place, *, flag: str) -> DoctorFinding:
     return passed(name, what)
 
 
-def check_data(facts: Place) -> DoctorFinding:
+def check_data(facts: FolderFacts) -> DoctorFinding:
     """A data folder that already holds data may be read-only."""
     finding = check_place("data folder", facts, flag="--data-dir")
     if finding.status == "fail" and not facts.is_empty:
@@ -153,7 +153,7 @@ def check_data(facts: Place) -> DoctorFinding:
     return finding
 
 
-def check_clock(facts: Place, now: float, drift_s: float) -> DoctorFinding:
+def check_clock(facts: FolderFacts, now: float, drift_s: float) -> DoctorFinding:
     """A single node can compare its clock with its disk's clock, the monotonic clock and a fixed date."""
     remedy = "set the clock: timedatectl set-ntp true, or chronyc makestep; or ask the administrator"
     if now < _EARLIEST:

@@ -82,7 +82,7 @@ def _software_exams(request: DoctorRequest) -> list[Exam]:
 
 
 def _machine_exams(ranks: int) -> list[Exam]:
-    def judge_memory(facts: machine.Memory) -> list[DoctorFinding | None]:
+    def judge_memory(facts: machine.MemoryFacts) -> list[DoctorFinding | None]:
         return [
             machine.check_shared_memory(facts, ranks),
             machine.check_open_files(facts),
@@ -98,12 +98,12 @@ def _machine_exams(ranks: int) -> list[Exam]:
 def _disk_exams(request: DoctorRequest, faults: InjectedFaults) -> list[Exam]:
     began = (time.time(), time.monotonic())
 
-    def judge_run_folder(place: disk.Place) -> list[DoctorFinding | None]:
+    def judge_run_folder(place: disk.FolderFacts) -> list[DoctorFinding | None]:
         drift_s = (time.time() - began[0]) - (time.monotonic() - began[1])
         run = disk.check_place("run folder", place, flag="--output-dir")
         return [run, disk.check_clock(place, faults.wall_clock(), drift_s)]
 
-    def judge_temporary(place: disk.Place) -> list[DoctorFinding | None]:
+    def judge_temporary(place: disk.FolderFacts) -> list[DoctorFinding | None]:
         return [disk.check_place("temporary folder", place, flag="TMPDIR=")]
 
     run = partial(disk.gather_place, request.output_dir, faults.wall_clock)

@@ -21,7 +21,7 @@ _UNLIMITED_BYTES = 2**60  # cgroup v1 writes a huge number for "no limit"
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryFacts:
     shm_total_bytes: int | None  # None: there is no /dev/shm
     shm_free_bytes: int
     total_bytes: int
@@ -42,14 +42,14 @@ class Cores:
     omp_num_threads: str
 
 
-def gather_memory(shm: Path = _SHM, cgroup: Path = _CGROUP) -> Memory:
+def gather_memory(shm: Path = _SHM, cgroup: Path = _CGROUP) -> MemoryFacts:
     total, free = None, 0
     if shm.is_dir():
         about = os.statvfs(shm)
         total, free = about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize
     meminfo = _meminfo()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Memory(
+    return MemoryFacts(
         shm_total_bytes=total,
         shm_free_bytes=free,
         total_bytes=meminfo.get("MemTotal", 0),
@@ -147,7 +147,7 @@ _FILES_NEEDED, _FILES_WANTED = 256, 1024
 _RANK_BYTES = 1 * _GIGABYTE  # torch alone, before any model
 
 
-def check_shared_memory(facts: Memory, local_ranks: int) -> DoctorFinding:
+def check_shared_memory(facts: MemoryFacts, local_ranks: int) -> DoctorFinding:
     if facts.shm_total_bytes is None:
         return failed("shared memory", "there is no /dev/shm", "mount -t tmpfs tmpfs /dev/shm")
     what = f"/dev/shm has {_size(facts.shm_free_bytes)} free of {_size(facts.shm_total_bytes)}"
@@ -160,7 +160,7 @@ def check_shared_memory(facts: Memory, local_ranks: int) -> DoctorFinding:
     return passed("shared memory", what)
 
 
-def check_open_files(facts: Memory) -> DoctorFinding:
+def check_open_files(facts: MemoryFacts) -> DoctorFinding:
     what = f"a process may open {facts.open_files:,} files"
     remedy = f"ulimit -n {min(facts.open_files_hard, 65536)}"
     if facts.open_files_hard < _FILES_WANTED:
@@ -171,7 +171,7 @@ def check_open_files(facts: Memory) -> DoctorFinding:
     return passed("open files", what)
 
 
-def check_memory(facts: Memory, local_ranks: int) -> DoctorFinding:
+def check_memory(facts: MemoryFacts, local_ranks: int) -> DoctorFinding:
     available = facts.available_bytes
     limit = ""
     if facts.limit_bytes is not None and facts.limit_bytes < facts.total_bytes:

@@ -59,7 +59,7 @@ class RendezvousError(Exception):
         self.missing = missing
 
 
-class Rendezvous:
+class TextExchange:
     """All ranks, each with a text for the others."""
 
     def __init__(self, environment: RankEnvironment) -> None:
@@ -202,7 +202,7 @@ class Session:
         if self._environment.is_on_one_node:
             stay_on_loopback()
         try:
-            rendezvous = Rendezvous(self._environment)
+            rendezvous = TextExchange(self._environment)
             obstacle = self._compare(rendezvous)
             if obstacle:
                 self._find("RANKS", *(skipped(name, f"not tried: {obstacle}") for name in _TOGETHER))
@@ -219,7 +219,7 @@ class Session:
             )
             self._finish()
 
-    def _compare(self, rendezvous: Rendezvous) -> str:
+    def _compare(self, rendezvous: TextExchange) -> str:
         """Compare the nodes, and check plain connections between them. Returns the reason to stop, or nothing."""
         host = own_address(self._environment.store_host) if self._environment.is_on_one_node else ""
         with Listener(self._faults.wall_clock, host) as listener:
@@ -241,7 +241,7 @@ class Session:
             return "ranks of different versions may hang"
         return "not every rank can reach every other" if reach.status == "fail" else ""
 
-    def _check_shared_folder(self, rendezvous: Rendezvous) -> list[DoctorFinding]:
+    def _check_shared_folder(self, rendezvous: TextExchange) -> list[DoctorFinding]:
         """Runs are written to one folder. Rank 0, or the command that started all ranks, writes a file there."""
         hosts, mine = self.report.hosts, read_token()
         if mine is None and len(set(hosts)) == 1:
@@ -282,7 +282,7 @@ class Session:
             },
         }
 
-    def _exchange(self, rendezvous: Rendezvous) -> None:
+    def _exchange(self, rendezvous: TextExchange) -> None:
         world = self._world
         assert world is not None
         self.report.phase = "joining"
@@ -303,7 +303,7 @@ class Session:
             self._find("RANKS", failed(self.report.phase, what, remedy, nodes=[world.host]))
             self.is_clean = False
 
-    def _work_together(self, rendezvous: Rendezvous, world: World) -> None:
+    def _work_together(self, rendezvous: TextExchange, world: World) -> None:
         """Results are sent through the store, not through the process group that is being tested."""
         hosts = self.report.hosts
         self.report.phase = "all-reduce"
@@ -323,7 +323,7 @@ class Session:
         wait_for_all(world)
         dist.destroy_process_group()
 
-    def _check_pace(self, rendezvous: Rendezvous, world: World) -> DoctorFinding:
+    def _check_pace(self, rendezvous: TextExchange, world: World) -> DoctorFinding:
         """Measure again if a rank seems slow: on a busy machine any rank may be slow once."""
         best = [float("inf")] * world.world_size
         for attempt in range(_PACE_TRIES):
@@ -333,7 +333,7 @@ class Session:
                 break
         return exchange.check_pace(best, self.report.hosts)
 
-    def _check_links(self, rendezvous: Rendezvous, world: World) -> DoctorFinding:
+    def _check_links(self, rendezvous: TextExchange, world: World) -> DoctorFinding:
         wait_for_all(world)  # all ranks measure at the same time: they share the memory bandwidth
         rates = rendezvous.exchange("copy", measure_copy_bandwidth(world.device))
         rows = collectives.measure(

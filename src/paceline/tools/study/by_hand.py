@@ -24,7 +24,7 @@ _MOST_NAMES = 3
 
 
 @dataclass
-class Given:
+class NamedRun:
     """One run that the user named."""
 
     name: str
@@ -38,7 +38,7 @@ class Given:
         return recipe_of(self.record.path) if self.record else ""
 
 
-def collect_runs(names: Sequence[str]) -> tuple[StudySpec | None, list[Given]]:
+def collect_runs(names: Sequence[str]) -> tuple[StudySpec | None, list[NamedRun]]:
     """Every run with its measurements, or the reason why it is left out. No spec if no run remains."""
     runs = _read_all(names)
     finished = [run for run in runs if run.record is not None and not run.why_not]
@@ -48,10 +48,10 @@ def collect_runs(names: Sequence[str]) -> tuple[StudySpec | None, list[Given]]:
     return (_spec(used) if used else None), runs
 
 
-def _read_all(names: Sequence[str]) -> list[Given]:
+def _read_all(names: Sequence[str]) -> list[NamedRun]:
     runs, seen = [], set()
     for name in names:
-        run = Given(name)
+        run = NamedRun(name)
         runs.append(run)
         try:
             folder = find_run(name)
@@ -70,7 +70,7 @@ def _read_all(names: Sequence[str]) -> list[Given]:
     return runs
 
 
-def _leave_out_other_work(runs: list[Given]) -> None:
+def _leave_out_other_work(runs: list[NamedRun]) -> None:
     """The reference is the work of most runs; with a tie, the first."""
     works = [_work(run) for run in runs]
     usual, _ = Counter(works).most_common(1)[0]
@@ -87,17 +87,17 @@ def _leave_out_other_work(runs: list[Given]) -> None:
             run.notes.append("other " + ", ".join(names[:_MOST_NAMES]))
 
 
-def _work(run: Given) -> tuple[Any, ...]:
+def _work(run: NamedRun) -> tuple[Any, ...]:
     config = _record(run).config
     return tuple(repr(config.get(name)) for name in _SAME_WORK)
 
 
-def _record(run: Given) -> RunRecord:
+def _record(run: NamedRun) -> RunRecord:
     assert run.record is not None
     return run.record
 
 
-def _measure_all(runs: list[Given]) -> list[Given]:
+def _measure_all(runs: list[NamedRun]) -> list[NamedRun]:
     """Those that can be measured, as cells."""
     if not runs:
         return []
@@ -126,18 +126,18 @@ def _measure_all(runs: list[Given]) -> list[Given]:
     return used
 
 
-def _size_and_batch(run: Given) -> tuple[int, int]:
+def _size_and_batch(run: NamedRun) -> tuple[int, int]:
     results = _record(run).results
     return int(results.get("world_size") or 1), int(_record(run).config["global_batch_size"])
 
 
-def _strategy(run: Given) -> str:
+def _strategy(run: NamedRun) -> str:
     """One rank without sharding counts as DDP."""
     strategy = str(_record(run).results.get("strategy"))
     return strategy if strategy in STRATEGIES else "ddp"
 
 
-def _note_parts(run: Given) -> None:
+def _note_parts(run: NamedRun) -> None:
     """A resumed run has the times of its last part only, and an epoch may be split."""
     results = _record(run).results
     samples = sum(rank.get("samples", 0) for rank in results.get("process_metrics", ()))
@@ -145,7 +145,7 @@ def _note_parts(run: Given) -> None:
         run.notes.append("resumed: times are of its last part")
 
 
-def _spec(runs: list[Given]) -> StudySpec:
+def _spec(runs: list[NamedRun]) -> StudySpec:
     cells = [run.measured.cell for run in runs if run.measured is not None]
     first = min(cells, key=lambda cell: cell.world_size)
     scalings = {cell.scaling for cell in cells if cell.world_size > 1} or {"strong"}
@@ -164,7 +164,7 @@ def _spec(runs: list[Given]) -> StudySpec:
     )
 
 
-def table_of(runs: Sequence[Given]) -> list[list[str]]:
+def table_of(runs: Sequence[NamedRun]) -> list[list[str]]:
     """A row for every run that was named, in that order."""
     rows = [["run", "recipe", "method", "ranks", "batch", "images/s", "s per epoch", "notes"]]
     for run in runs:
@@ -178,7 +178,7 @@ def table_of(runs: Sequence[Given]) -> list[list[str]]:
     return rows
 
 
-def write_collected(folder: Path, spec: StudySpec, runs: Sequence[Given]) -> list[str]:
+def write_collected(folder: Path, spec: StudySpec, runs: Sequence[NamedRun]) -> list[str]:
     """results.csv, plots and page; returns the lines to print."""
     from paceline.tools.study.report import write_report
 

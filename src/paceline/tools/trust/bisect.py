@@ -1,6 +1,6 @@
 """Finds the first step at which two runs differ, where in this step, and the setting that causes it.
 
-1. Stored checkpoints and the numbers of every step say between which steps the runs part. This needs no computing.
+1. Stored checkpoints and the recorded numbers of every step say between which steps they begin to differ.
 2. Both runs are replayed side by side from their last equal checkpoint, until a bit differs.
 3. Both are replayed to the step before, and this step is compared sample by sample and layer by layer.
 4. The first run is replayed with some settings of the second. Halving the settings finds the one that matters.

@@ -16,8 +16,8 @@ from paceline.tools.course.ranks import describe_error, on_ranks
 from paceline.tools.course.sharded_step import (
     BLOCKS,
     Block,
+    ShardedStepReport,
     Stack,
-    StepReport,
     count_weights,
     find_blocks,
     find_groups,
@@ -52,7 +52,7 @@ def _layers_of(model: Stack) -> list[nn.Module]:
     return [part for part in model.modules() if isinstance(part, nn.Linear)]
 
 
-def _shard_by(person: ModuleType, rank: int, world_size: int, has_room: bool) -> StepReport | _Cause:
+def _shard_by(person: ModuleType, rank: int, world_size: int, has_room: bool) -> ShardedStepReport | _Cause:
     """What a step does under the person's choices, or why it cannot be taken."""
     call = f"shard(..., has_room={has_room})"
     given = make_stack()
@@ -86,7 +86,7 @@ def _shard_by(person: ModuleType, rank: int, world_size: int, has_room: bool) ->
     return report
 
 
-def _measure_others(person: ModuleType, rank: int, world_size: int) -> list[tuple[str, StepReport]]:
+def _measure_others(person: ModuleType, rank: int, world_size: int) -> list[tuple[str, ShardedStepReport]]:
     """The same step under other choices, made by this check, for the table."""
     others = [
         ("model   float32   kept", _shard_ours(lambda model: [], is_bf16=False, is_kept=False)),
@@ -122,11 +122,11 @@ def check_sharding(path: Path) -> str:
     return "\n".join([*_compare_predictions(predictions, dropped, kept), *_table(dropped, kept, others)])
 
 
-def _run_choice(path: Path, has_room: bool) -> StepReport:
+def _run_choice(path: Path, has_room: bool) -> ShardedStepReport:
     """One step under the person's choices, with everything right but how long weights stay whole."""
     report = on_ranks(path, 2, _shard_by, has_room)[0]
     call = f"shard(..., has_room={has_room})"
-    if not isinstance(report, StepReport):
+    if not isinstance(report, ShardedStepReport):
         raise Failed(*report)
     if not report.groups:
         raise Failed("not-sharded", f"{call} shards nothing", "fully_shard(part, ...) for each part, then the model.")
@@ -142,7 +142,7 @@ def _run_choice(path: Path, has_room: bool) -> StepReport:
     return report
 
 
-def _require_precision_used(report: StepReport, call: str) -> None:
+def _require_precision_used(report: ShardedStepReport, call: str) -> None:
     block_size = count_weights(Block())
     rest_size = count_weights(Stack()) - BLOCKS * block_size
     block_types = {name for name, size, _ in report.gathers if size == block_size}
@@ -196,7 +196,7 @@ def _require_precision_used(report: StepReport, call: str) -> None:
         )
 
 
-def _require_kept_only_with_room(dropped: StepReport, kept: StepReport) -> None:
+def _require_kept_only_with_room(dropped: ShardedStepReport, kept: ShardedStepReport) -> None:
     without = f"without room {len(dropped.blocks_kept)} of {BLOCKS} blocks are whole after the forward pass"
     seen = f"{without}, with room {len(kept.blocks_kept)}"
     if len(dropped.blocks_kept) == BLOCKS and not kept.blocks_kept:
@@ -230,7 +230,7 @@ def _require_kept_only_with_room(dropped: StepReport, kept: StepReport) -> None:
             )
 
 
-def _compare_predictions(predicted: dict[str, int], dropped: StepReport, kept: StepReport) -> list[str]:
+def _compare_predictions(predicted: dict[str, int], dropped: ShardedStepReport, kept: ShardedStepReport) -> list[str]:
     block_size = count_weights(Block())
     sent = next(size * 2 // numbers for _, numbers, size in dropped.gathers if numbers == block_size)
     measured = {
@@ -246,7 +246,9 @@ def _compare_predictions(predicted: dict[str, int], dropped: StepReport, kept: S
     return lines
 
 
-def _table(dropped: StepReport, kept: StepReport, others: list[tuple[str, StepReport]]) -> list[str]:
+def _table(
+    dropped: ShardedStepReport, kept: ShardedStepReport, others: list[tuple[str, ShardedStepReport]]
+) -> list[str]:
     """Not wider than a terminal of 80 columns leaves room for."""
     whole_model, float32, layers = others
     yours = [("blocks  bfloat16  dropped", dropped), ("blocks  bfloat16  kept", kept)]
