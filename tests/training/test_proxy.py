@@ -47,7 +47,7 @@ def test_one_and_two_ranks_and_a_resumed_run_are_equal(tmp_path: Path, proxies: 
     run_ranks(1, train_in, stopped, (*EXACT, *keep), True)
     assert answer(tmp_path / "stopped") == answer(tmp_path / "1")
     for other in (("--keep-share", "0.4", "--keep-by", str(proxies[1])), ("--keep-share", "0.5", *keep[2:])):
-        with pytest.raises((CheckpointError, AssertionError), match="keep_by_sha256|keep_share"):
+        with pytest.raises((CheckpointError, AssertionError), match=r"keep_by_sha256|keep_share"):
             run_ranks(1, train_in, stopped, (*EXACT, *other), True)
 
 

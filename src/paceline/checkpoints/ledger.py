@@ -67,7 +67,7 @@ def read_ledger(path: Path) -> list[Entry]:
 
 
 class Ledger:
-    """The record of the run in this process. Only the primary writes it. If it cannot be written, training continues."""
+    """The record of the run in this process. Only the primary writes it. A write error does not end the training."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
 """Frees the disk space of a run: what can be deleted, and the deletion. Nothing outside of run folders is deleted.
 
-By default, checkpoints that are not needed are deleted. A finished run keeps its best one, a run that may be resumed its
-best and its newest. Results, metrics and logs stay. A whole run is deleted only if the user asks for it.
+By default, checkpoints that are not needed are deleted. A finished run keeps its best one. A run that may be resumed
+keeps its best and its newest. Results, metrics and logs stay. A whole run is deleted only if the user asks for it.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ def choose_kept(states: dict[_K, dict[str, Any]], retention: Retention) -> set[_
 
 
 def _newest_audited(states: dict[_K, dict[str, Any]]) -> set[_K]:
-    """The newest checkpoint before the last audit without a finding. The run returns to it if the next audit finds a fault.
+    """The newest checkpoint before the last audit without a finding: the run returns to it after a fault.
 
     `states`: newest first. Empty for a run without audits.
     """

@@ -1,8 +1,8 @@
 """`python -m paceline.launch.child_guard [OPTIONS] COMMAND...`: runs a command that ends with the guard's parent.
 
 `--parent IDENTITY` names the parent. If the parent ends (also by `kill -9`) or closes the standard input of the guard,
-the guard asks the command to stop, and kills it after a grace period. `paceline train` then saves and exits. If the guard
-itself is killed, the kernel asks the command to stop.
+the guard asks the command to stop, and kills it after a grace period. `paceline train` then saves and exits. If the
+guard itself is killed, the kernel asks the command to stop.
 
 With `--hide FOLDER`, the output of the command passes through the guard and loses the path of FOLDER, which is removed
 when the parent ends.

@@ -4,10 +4,10 @@ The source of a run's functions is stored in its checkpoints (runs/sources.py), 
 The key is outside of all run folders and only its owner can read it. A checkpoint that another person or machine made,
 or whose source was changed, does not pass; one that was moved or copied does.
 
-A run's config.yaml can be used as a recipe, and then names files. For this a run gets `code.json`, with keyed hashes of each
-function and of each file that it needs: the file of the function, the packages around it, and the local modules that it
-imports. A file outside of the run folder belongs to the user: it is accepted at its place with other content, or
-elsewhere with the same content.
+A run's config.yaml can be used as a recipe, and then names files. For this a run gets `code.json`, with keyed hashes of
+each function and of each file that it needs: the file of the function, the packages around it, and the local modules
+that it imports. A file outside of the run folder belongs to the user: it is accepted at its place with other content,
+or elsewhere with the same content.
 """
 
 from __future__ import annotations
