@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints import store as disk
 from paceline.checkpoints.format import DamagedCheckpoint, read_state, step_folders, step_of
 from paceline.checkpoints.remote import FOLDER, POINTERS, RemoteCheckpoints
-from paceline.checkpoints.uploader import CheckpointUploader, TakenOver, id_of
+from paceline.checkpoints.uploader import CheckpointUploader, Progress, TakenOver, id_of
 from paceline.runs.folder import MIRROR_NOTE, RunFolder
 from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.stores import MirrorNote, Store, StoreError, open_store, parse_note, read_own_note
@@ -34,7 +33,7 @@ class StoreMirror:
 
     def __init__(self, folder: RunFolder, note: MirrorNote) -> None:
         self.name = note.url
-        self.on_progress: Callable[[], None] = lambda: None
+        self.progress = Progress()
         self._folder = folder
         self._note = note
         self._remote: RemoteCheckpoints | None = None
@@ -61,9 +60,10 @@ class StoreMirror:
         """At the first contact: find out which checkpoints are already there."""
         self._folder.require_owner()
         if self._remote is None:
-            remote = RemoteCheckpoints(open_store(self.name, MIRROR_NOTE))
-            remote.store.on_progress = self.on_progress
-            remote.store.before_change = partial(self._require_own_token, remote.store)
+            store = open_store(
+                self.name, MIRROR_NOTE, on_progress=self.progress.advance, before_change=self._require_own_token
+            )
+            remote = RemoteCheckpoints(store)
             stored = remote.remember()
             for path in step_folders(self._folder.checkpoints):
                 if remote.is_same(stored.get(path.name), path):
@@ -192,7 +192,7 @@ class StoreMirror:
                 with suppress(FileNotFoundError):
                     store.put(self._folder.path / name, name)
                     self._sent[name] = mark
-                self.on_progress()
+                self.progress.advance()
 
 
 @contextmanager

@@ -43,12 +43,22 @@ class UploadStopped(OSError):
     """The run ends without waiting for the upload."""
 
 
+class Progress:
+    """When an upload has made progress last. Another thread reads it."""
+
+    def __init__(self) -> None:
+        self.last_s = time.monotonic()
+
+    def advance(self) -> None:
+        self.last_s = time.monotonic()
+
+
 class Destination(Protocol):
     """Where checkpoints are uploaded to. Every method may raise any error; it is tried again."""
 
     name: str  # for messages
-    shows_progress: bool  # whether a large upload calls `on_progress` or yields while it makes progress
-    on_progress: Callable[[], None]  # set by the uploader
+    shows_progress: bool  # whether a large upload advances `progress` or yields while it makes progress
+    progress: Progress
 
     def missing(self) -> list[Path]:
         """Checkpoints on disk that are not there, in the order of their upload."""
@@ -87,12 +97,11 @@ class CheckpointUploader:
     def __init__(self, folder: RunFolder, destination: Destination) -> None:
         self._folder = folder
         self._destination = destination
-        destination.on_progress = self._advance
+        self._progress = destination.progress
         self._damaged: set[CheckpointId] = set()  # on this disk
         self._behind_since = ""
         self._error = ""
         self._has_warned = False
-        self._progress_s = time.monotonic()
         self._is_uploading = self._is_taken_over = self._is_complete = False
         self._is_closing, self._is_over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
@@ -103,14 +112,14 @@ class CheckpointUploader:
     def close(self, gives_up: Callable[[], bool] = lambda: False) -> bool:
         """Upload the rest, as long as there is progress. Prints and returns whether everything was uploaded."""
         patience_s = read_number(PATIENCE, _PATIENCE_S)
-        self._progress_s = time.monotonic()
-        clock, progress_s, since_s = RunningClock(), self._progress_s, 0.0
+        self._progress.advance()
+        clock, progress_s, since_s = RunningClock(), self._progress.last_s, 0.0
         self._is_closing.set()
         while self._thread.is_alive():
             self._thread.join(_JOIN_POLL_S)
             now_s = clock.seconds  # a suspension of this process does not count
-            if self._progress_s != progress_s or (self._is_uploading and not self._destination.shows_progress):
-                progress_s, since_s = self._progress_s, now_s
+            if self._progress.last_s != progress_s or (self._is_uploading and not self._destination.shows_progress):
+                progress_s, since_s = self._progress.last_s, now_s
             if gives_up() or now_s - since_s > patience_s:
                 break
         self._is_over.set()
@@ -175,7 +184,7 @@ class CheckpointUploader:
         self._is_uploading = True
         try:
             for _ in self._destination.upload(path, _pin(path, pin)):
-                self._advance()
+                self._progress.advance()
                 if self._is_over.is_set():
                     raise UploadStopped("the run has ended")
         except DamagedCheckpoint as found:
@@ -189,9 +198,6 @@ class CheckpointUploader:
         finally:
             self._is_uploading = False
             shutil.rmtree(pin, ignore_errors=True)  # never the checkpoint itself
-
-    def _advance(self) -> None:
-        self._progress_s = time.monotonic()
 
     # --- Messages
 

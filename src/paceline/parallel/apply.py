@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,6 +200,7 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
         # Channels-last convolutions are faster on CPUs and tensor cores. FSDP sets the layout of its shards itself.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     forward: Any = torch.compile(model, dynamic=False) if is_compiled else model
+    build = partial(ParallelModel, model, strategy=strategy, autocast_dtype=dtype, is_compiled=is_compiled)
     if strategy == "ddp" and not config.parallel.exact and (world.world_size > 1 or _is_nccl_group(world)):
         # A scaler (fp16), clipping and later unfreezing write to the gradients on every rank, which is wrong for
         # shared memory.
@@ -207,19 +209,16 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
         can_share = not writes and not config.parallel.bucket_cap_mb and config.parallel.exchange_dtype == "auto"
         shared = share_gradients(model, world) if can_share else None
         if shared is not None:
-            return ParallelModel(model, forward, strategy, dtype, shared=shared)
+            return build(forward=forward, shared=shared)
         begin_alike(model)
         trained = sum(parameter.requires_grad for parameter in model.parameters())
         wrapper = _WithPiggybackedScalars(model, forward, device, numbers=PIGGYBACKED_SCALARS + 1 + trained)
         forward = _wrap_ddp(wrapper, device, config.parallel.bucket_cap_mb)
         if config.parallel.exchange_dtype == "bf16":
             forward.register_comm_hook(None, lambda _, bucket: sum_as_bf16(bucket))  # torch refuses annotations
-        return ParallelModel(
-            model,
-            forward,
-            strategy,
-            dtype,
-            wrapper.piggybacked_scalars,
+        return build(
+            forward=forward,
+            piggybacked_scalars=wrapper.piggybacked_scalars,
             exposed=Exposed(device),
             has_short_exchange=config.parallel.exchange_dtype == "bf16",
         )
@@ -233,8 +232,8 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
         follow_shards(model, exposed, mesh)
         present = ShardPresence(model).take if world.world_size > 1 else None
         copies = world.world_size // num_shards(strategy, world)
-        return ParallelModel(model, forward, strategy, dtype, exposed=exposed, shards_present=present, copies=copies)
-    return ParallelModel(model, forward, strategy, dtype, exposed=exposed)
+        return build(forward=forward, exposed=exposed, shards_present=present, copies=copies)
+    return build(forward=forward, exposed=exposed)
 
 
 def _is_nccl_group(world: World) -> bool:

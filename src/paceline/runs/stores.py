@@ -69,12 +69,23 @@ class StoreError(OSError):
 class Store:
     """Operations on a store. Names are relative to the run. Every failure is a StoreError."""
 
-    def __init__(self, url: str, filesystem: Any, root: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        filesystem: Any,
+        root: str,
+        on_progress: Callable[[], None] = lambda: None,
+        before_change: Callable[[Store], None] = lambda store: None,
+    ) -> None:
+        """`on_progress` is called during the upload of a large file, `before_change` before every change.
+
+        `before_change` raises if this process must not write any more.
+        """
         self.url = url
         self._filesystem = filesystem
         self._root = root.rstrip("/")
-        self.on_progress: Callable[[], None] = lambda: None  # called during the upload of a large file
-        self.before_change: Callable[[], None] = lambda: None  # raises if this process must not write any more
+        self._on_progress = on_progress
+        self._before_change = before_change
 
     def list(self, below: str = "") -> dict[str, Stored]:
         """All files below a name, without a cache."""
@@ -102,15 +113,15 @@ class Store:
     def put(self, source: Path, name: str) -> None:
         from fsspec.callbacks import Callback
 
-        self.before_change()
-        ticks = Callback(hooks={"progress": lambda size, value: self.on_progress()})
+        self._before_change(self)
+        ticks = Callback(hooks={"progress": lambda size, value: self._on_progress()})
         _request(lambda: self._filesystem.put_file(str(source), self._path(name), callback=ticks))
 
     def get(self, name: str, target: Path) -> None:
         _request(lambda: self._filesystem.get_file(self._path(name), str(target)))
 
     def write(self, name: str, content: bytes) -> None:
-        self.before_change()
+        self._before_change(self)
         _request(lambda: self._filesystem.pipe_file(self._path(name), content))
 
     def read(self, name: str, at_most_bytes: int = 2**20) -> bytes | None:
@@ -143,11 +154,11 @@ class Store:
         return _request(read)
 
     def copy(self, source: str, target: str) -> None:
-        self.before_change()
+        self._before_change(self)
         _request(lambda: self._filesystem.cp_file(self._path(source), self._path(target)))
 
     def remove(self, name: str) -> None:
-        self.before_change()
+        self._before_change(self)
         _request_or_none(lambda: self._filesystem.rm_file(self._path(name)))
 
     def _path(self, name: str) -> str:
@@ -187,8 +198,13 @@ def _stored(about: dict[str, Any]) -> Stored:
     return Stored(int(about.get("size") or 0), str(about.get("ETag") or "").strip('"'), str(modified))
 
 
-def open_store(url: str, where: str) -> Store:
-    """Find the package for the protocol. Sends no request yet."""
+def open_store(
+    url: str,
+    where: str,
+    on_progress: Callable[[], None] = lambda: None,
+    before_change: Callable[[Store], None] = lambda store: None,
+) -> Store:
+    """Find the package for the protocol. Sends no request yet. The functions are those of `Store`."""
     protocol = url.partition("://")[0]
     try:
         import fsspec
@@ -215,7 +231,7 @@ def open_store(url: str, where: str) -> Store:
         raise UserError("this store cannot be opened", where=where, got=f"{url}: {error}") from error
     if protocol in _S3:
         filesystem.retries = 1  # we retry ourselves, in the same way for every store
-    return Store(url, filesystem, str(root))
+    return Store(url, filesystem, str(root), on_progress, before_change)
 
 
 def explain(store: Store, where: str, error: StoreError) -> UserError:

@@ -318,7 +318,6 @@ def build_components(
     if is_compiled:
         compile_for_sizes(len(plan.training_shapes))
     parallel = parallelise(model, config, world, is_compiled=is_compiled)
-    parallel.is_compiled = is_compiled
     first_epoch = plan.clock.locate(checkpoint.step)[0] if checkpoint is not None else 0
     train_shape = pipeline.in_epoch(first_epoch).input_shape
     example = torch.zeros(plan.microbatch_size if is_compiled else 2, *train_shape, device=world.device)

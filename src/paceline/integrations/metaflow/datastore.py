@@ -22,7 +22,7 @@ from paceline.checkpoints.store import (
     pointed_at,
     temporary_folder,
 )
-from paceline.checkpoints.uploader import CheckpointId, id_of
+from paceline.checkpoints.uploader import CheckpointId, Progress, id_of
 from paceline.launch.child_guard import without_folder
 from paceline.launch.gang_messages import Upload
 from paceline.runs.drafts import draft_of
@@ -59,7 +59,7 @@ class MetaflowDatastore:
         best_is_latest: bool = False,
         on_upload: Callable[[Upload], None] = lambda upload: None,
     ) -> None:
-        self.on_progress: Callable[[], None] = lambda: None
+        self.progress = Progress()
         self.history: list[dict[str, Any]] = []  # uploads, for the card
         self._folder = folder
         self._checkpoint = checkpoint
