@@ -38,14 +38,14 @@ class PacelineFlow(FlowSpec):
         help="what a task may resume from: fresh: its own earlier attempts; eager: else an earlier run; none: nothing",
     )
     work_dir = Parameter("work-dir", default="", help="where nodes put the run folder; empty: a temporary folder")
-    node_timeout = Parameter("node-timeout", type=float, default=600.0, help="seconds to wait for all nodes")
+    node_timeout_s = Parameter("node-timeout-s", type=float, default=600.0, help="seconds to wait for all nodes")
 
     @step
     def start(self):
         """Check all parameters before any training starts."""
         names = ("recipe", "flags", "cluster_size", "processes_per_node", "model_name", "batch_size")
         names += ("test_batch_size", "epochs", "learning_rate", "train_from_scratch", "best_is_latest")
-        names += ("load_policy", "work_dir", "node_timeout")
+        names += ("load_policy", "work_dir", "node_timeout_s")
         self.request = checked(**{name: getattr(self, name) for name in names})
         self.next(self.train, num_parallel=self.cluster_size)
 

@@ -79,8 +79,8 @@ def decide(
         return Decision(False, f"step {last.step} failed {_MOST_AT_ONE_STEP} times without progress")
     if len(failures) > max_restarts:
         return Decision(False, f"{max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0")
-    pause = 0.0 if len(stuck) == 1 else min(0.5 * 2.0 ** (len(stuck) - 1), _LONGEST_PAUSE_S)
-    return Decision(True, "", _choose_world(stuck, worlds), pause)
+    pause_s = 0.0 if len(stuck) == 1 else min(0.5 * 2.0 ** (len(stuck) - 1), _LONGEST_PAUSE_S)
+    return Decision(True, "", _choose_world(stuck, worlds), pause_s)
 
 
 def _after_corruption(failures: list[Failure], nodes: int) -> Decision:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -196,6 +197,11 @@ class Console:
         stream = message_stream()
         full, empty = ("━", "─") if can_show("━─", stream) else ("=", "-")
         return f"{text}  {paint(full * done, 'green', stream)}{paint(empty * (room - done), 'dim', stream)}"
+
+
+def is_step_line(line: str) -> bool:
+    """Whether `Console.step` has printed this line, as its first words show."""
+    return re.match(r"step \d+/\d+ ", line) is not None
 
 
 def has_brief_line(epoch: int, epochs: int) -> bool:

@@ -162,15 +162,15 @@ class SafeStream(io.TextIOBase):
 
     def _drain(self, patience_s: float) -> None:
         """Write waiting output while the console accepts it."""
-        deadline = time.monotonic() + (0.0 if self.is_slow else patience_s)
+        deadline_s = time.monotonic() + (0.0 if self.is_slow else patience_s)
         while self._waiting and self.loss is None:
             try:
-                if self._may_block and not self._is_own and not self._is_ready(deadline):
+                if self._may_block and not self._is_own and not self._is_ready(deadline_s):
                     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
                 size = _CHUNK_BYTES if self._is_own or not self._may_block else _SMALL_CHUNK_BYTES
                 taken = os.write(self._target, self._waiting[:size])
             except BlockingIOError:
-                if not self._is_ready(deadline):
+                if not self._is_ready(deadline_s):
                     self.is_slow = True
                     return
                 continue
@@ -178,7 +178,7 @@ class SafeStream(io.TextIOBase):
                 self._give_up(error)
                 return
             del self._waiting[:taken]
-            deadline = time.monotonic() + patience_s
+            deadline_s = time.monotonic() + patience_s
         self.is_slow = False
         if self._left_out and self.loss is None:
             count, self._left_out = self._left_out, 0
@@ -186,9 +186,9 @@ class SafeStream(io.TextIOBase):
             self._waiting += f"note: the console did not take {count} lines{where}\n".encode()
             self._drain(0.0)
 
-    def _is_ready(self, deadline: float) -> bool:
+    def _is_ready(self, deadline_s: float) -> bool:
         try:
-            return bool(select.select([], [self._target], [], max(0.0, deadline - time.monotonic()))[1])
+            return bool(select.select([], [self._target], [], max(0.0, deadline_s - time.monotonic()))[1])
         except (OSError, ValueError):
             return True  # the write reports the error
 

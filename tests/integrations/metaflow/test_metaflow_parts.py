@@ -72,7 +72,7 @@ SECRET = create_secret().encode()
         ({"cluster_size": 5000}, "cluster-size", "1024"),
         ({"processes_per_node": -1}, "processes-per-node", "from 1"),
         ({"load_policy": "lazy"}, "load policy", "fresh"),
-        ({"node_timeout": 0.0}, "node-timeout", "more than 0"),
+        ({"node_timeout_s": 0.0}, "node-timeout-s", "more than 0"),
     ],
 )
 def test_wrong_parameters_are_named(parameters: dict[str, Any], what: str, said: str) -> None:

@@ -188,7 +188,7 @@ def member_of(name: str, *, node: int, nodes: int, host: str, timeout_s: float, 
         ports=tuple(FIRST_PORT + (seed + 37 * number) % PORTS for number in range(_PORT_CANDIDATES)),
         context=f"metaflow {name}",
         timeout_s=timeout_s,
-        hint="look at their logs; --node-timeout waits longer",
+        hint="look at their logs; --node-timeout-s waits longer",
         secret=secret,
         lost_nodes_return=False,  # a lost task returns only in the next attempt of the whole step
     )

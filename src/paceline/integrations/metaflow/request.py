@@ -90,10 +90,10 @@ def check_request(
     cluster_size: int = 1,
     processes_per_node: int = 1,
     work_dir: str = "",
-    node_timeout: float = 600.0,
+    node_timeout_s: float = 600.0,
 ) -> Request:
     """Raises a UserError that names the wrong parameter and what is allowed."""
-    _check_gang(cluster_size, processes_per_node, load_policy, node_timeout)
+    _check_gang(cluster_size, processes_per_node, load_policy, node_timeout_s)
     mapped = _mapped_settings(model_name, batch_size, test_batch_size, epochs, learning_rate, train_from_scratch)
     loaded = load_config(recipe, [*mapped, *_split_flags(flags, mapped)])
     check_loaded(loaded)
@@ -107,7 +107,7 @@ def check_request(
         load_policy=load_policy,
         best_is_latest=best_is_latest,
         work_dir=work_dir,
-        node_timeout_s=node_timeout,
+        node_timeout_s=node_timeout_s,
         max_restarts=_max_restarts(loaded, cluster_size),
         is_sharded=config.parallel.strategy in SHARDED,
         shares_cores=config.parallel.omp_num_threads == 0 and not config.parallel.exact,
@@ -133,7 +133,7 @@ def _max_restarts(loaded: LoadedConfig, cluster_size: int) -> int:
     return loaded.config.guard.max_restarts
 
 
-def _check_gang(cluster_size: int, processes_per_node: int, load_policy: str, node_timeout: float) -> None:
+def _check_gang(cluster_size: int, processes_per_node: int, load_policy: str, node_timeout_s: float) -> None:
     for name, value in (("cluster-size", cluster_size), ("processes-per-node", processes_per_node)):
         if not 1 <= value <= _MOST_NODES:
             raise UserError(
@@ -145,9 +145,12 @@ def _check_gang(cluster_size: int, processes_per_node: int, load_policy: str, no
             where="--load-policy",
             allowed="fresh (this task's retries), eager (else the newest of an earlier run), none",
         )
-    if not node_timeout > 0:
+    if not node_timeout_s > 0:
         raise UserError(
-            "node-timeout is out of range", where="--node-timeout", got=node_timeout, allowed="more than 0 seconds"
+            "node-timeout-s is out of range",
+            where="--node-timeout-s",
+            got=node_timeout_s,
+            allowed="more than 0 seconds",
         )
 
 

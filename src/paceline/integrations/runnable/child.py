@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -19,9 +18,9 @@ from types import FrameType
 from typing import TextIO
 
 from paceline.launch.child import Child, start_child
+from paceline.metrics.console import is_step_line
 from paceline.metrics.screen import BRIEF, OUTPUT, output_mode, pass_on
 
-_PER_STEP = re.compile(r"step \d+/\d+ ")
 _screen: TextIO | None = None  # the original standard output
 _begun = ""  # an incomplete line
 _POLL_S = 0.1
@@ -46,7 +45,7 @@ def show(text: str) -> None:
     if _screen is None or output_mode() != BRIEF:
         return
     *lines, _begun = (_begun + text).split("\n")
-    pass_on("".join(f"{line}\n" for line in lines if line and not _PER_STEP.match(line)), _screen)
+    pass_on("".join(f"{line}\n" for line in lines if line and not is_step_line(line)), _screen)
 
 
 @contextmanager
