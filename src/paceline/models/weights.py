@@ -9,11 +9,14 @@ raised. The ImageNet files are torchvision's, downloaded once per node into the 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -22,7 +25,6 @@ from paceline.errors import DataError
 from paceline.models.external import first_line, is_of_collection, published_tensors
 from paceline.models.head import find_head
 from paceline.models.layers import head_parameters
-from paceline.models.positions import resize_positions
 from paceline.models.published import published_path
 
 PUBLISHED_AT = "https://download.pytorch.org/models"
@@ -117,7 +119,7 @@ def load_matching(
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     shared = [name for name in own if name in tensors]
     fitting = {name: tensors[name] for name in shared if tensors[name].shape == own[name].shape}
-    others = {name: resize_positions(model, name, tensors[name]) for name in shared if name not in fitting}
+    others = {name: _resize_positions(model, name, tensors[name]) for name in shared if name not in fitting}
     resized = {name: value for name, value in others.items() if value is not None}
     fitting |= resized
     head = set() if with_head else head_parameters(model) & fitting.keys()
@@ -173,3 +175,25 @@ def fetch_imagenet(model_name: str) -> Path:
         other_ways = "or use your own file (--weights PATH), or start from random weights (--weights none)"
         error.hint = f"{error.hint}\n{other_ways}" if error.hint else other_ways
         raise
+
+
+def _resize_positions(model: nn.Module, name: str, saved: Tensor) -> Tensor | None:
+    """Saved position embeddings [1, prefix + patches, width], interpolated to the model's grid of patches.
+
+    For our own vision transformers and timm's. None for any other tensor, or if it does not fit.
+    """
+    parts: Any = model
+    grid = getattr(getattr(parts, "patch_embed", None), "grid_size", None)
+    prefix = getattr(parts, "num_prefix_tokens", None)
+    own = getattr(parts, name, None)
+    if name != "pos_embed" or grid is None or prefix is None or not isinstance(own, Tensor):
+        return None
+    if saved.ndim != 3 or own.ndim != 3 or saved.shape[2] != own.shape[2] or own.shape[1] != prefix + math.prod(grid):
+        return None
+    side = math.isqrt(saved.shape[1] - prefix) if saved.shape[1] > prefix else 0
+    if side * side != saved.shape[1] - prefix or not side:
+        return None  # a grid that is not square does not follow from its number of patches
+    tokens, patches = saved.float().tensor_split([prefix], dim=1)
+    square = patches.reshape(1, side, side, -1).permute(0, 3, 1, 2)
+    resized = F.interpolate(square, size=tuple(grid), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([tokens, resized.flatten(2).transpose(1, 2)], dim=1).to(saved.dtype)
