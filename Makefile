@@ -1,5 +1,4 @@
-# Two commands matter: `make train` and `make test`. Each brings its own .venv; nothing else is needed
-# but Python 3.11+ and make.
+# The main commands are `make train` and `make test`. Both create .venv. They need only Python 3.11+ and make.
 
 PYTHON ?= python3
 RECIPE ?= shapes-cnn
@@ -12,7 +11,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 NEXT := ready; now: . $(BIN)/activate && paceline train shapes-cnn, or: make train
-# The cluster of make slurm-up: where it lives, and what it has.
+# The cluster of make slurm-up: its folder and its size.
 SLURM_STATE ?= /var/lib/paceline-slurm
 SLURM_SHAPE ?= --nodes 2
 SLURM := tests/integrations/slurm/cluster
@@ -57,12 +56,12 @@ help:
 	@echo "make check       lint, type, test: what a commit must pass"
 	@echo "make setup       only bring .venv up to date"
 
-# Other targets need it too; only `make setup` itself says what to do next.
+# Other targets use it too; only `make setup` prints the next step.
 setup: $(READY)
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo "$(NEXT)",:)
 
-# $(call install,VENV,EXTRAS,CONSTRAINTS,MORE): bring a venv up to date and leave its stamp.
-# Package indexes answer "too many requests" at times, so installing is tried a few times with growing pauses.
+# $(call install,VENV,EXTRAS,CONSTRAINTS,MORE): update a venv and write its stamp.
+# Package indexes may answer "too many requests", so an installation is tried a few times with growing pauses.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: Paceline needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12 ..."; exit 2; }
@@ -82,7 +81,7 @@ $(READY): pyproject.toml constraints.txt
 $(EXTRAS_READY): pyproject.toml constraints.txt
 	$(call install,.venv-extras,$(EXTRAS),constraints.txt)
 
-# Flow engines and cloud clients disagree with others about versions: a venv and constraints of their own.
+# Flow engines and cloud clients need other versions of some packages: a separate venv, with its own constraints.
 $(FLOWS_READY): pyproject.toml constraints-flows.txt
 	$(call install,.venv-flows,flows,constraints-flows.txt)
 
@@ -92,14 +91,14 @@ $(DOCS_READY): constraints-docs.txt
 	@$(DOCS_BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 $(PIP_ARGS) -r constraints-docs.txt
 	@touch $@
 
-# The package, and the peers it is measured against.
+# The package, and the trainers that it is compared with.
 $(BENCH_READY): pyproject.toml constraints.txt benchmarks/requirements-peers.txt
 	$(call install,.venv-bench,tensorboard,constraints.txt,-r benchmarks/requirements-peers.txt)
 
 train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
 
-# Three at a time on two cores: most of a test is waiting.
+# Three at a time on two cores: tests wait most of the time.
 test: setup
 	$(BIN)/python -m pytest -m "$(QUICK_TESTS)" -n 3 --dist loadfile $(ARGS)
 
@@ -110,7 +109,7 @@ coverage: setup
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report --sort=cover
 
-# What skips in .venv for want of a package must run here.
+# Tests that skip in .venv because a package is missing run here.
 test-extras: $(EXTRAS_READY)
 	PACELINE_REQUIRE_EXTRAS=1 $(EXTRAS_BIN)/python -m pytest -m "not slow and not gpu" $(EXTRAS_TESTS) $(ARGS)
 
@@ -130,7 +129,7 @@ test-fuzz: setup
 test-flows: $(FLOWS_READY)
 	PACELINE_REQUIRE_FLOWS=1 $(FLOWS_BIN)/python -m pytest -m "flows and not slow" $(FLOWS_TESTS) $(ARGS)
 
-# A warning ends it: a link or an anchor that leads nowhere, for one.
+# A warning is an error, for example a link to a missing page.
 docs: $(DOCS_READY)
 	@$(DOCS_BIN)/python docs/stage.py build/pages
 	@$(DOCS_BIN)/zensical build --clean --strict
@@ -139,14 +138,14 @@ docs: $(DOCS_READY)
 test-docs: setup $(DOCS_READY)
 	$(BIN)/python -m pytest -m "docs" tests/docs $(ARGS)
 
-# In a real Chromium, which tests/harness/install-browser brings on Debian and Ubuntu.
+# In a real Chromium, which tests/harness/install-browser installs on Debian and Ubuntu.
 test-browser: setup $(DOCS_READY)
 	$(BIN)/python -m pytest -m "browser" tests/reports tests/docs $(ARGS)
 
 browser-install:
 	@tests/harness/install-browser
 
-# In a real terminal: tmux, and the shells that completion is for.
+# In a real terminal (tmux), and in the shells that have completion.
 test-terminal: setup
 	$(BIN)/python -m pytest -m "terminal" tests/cli $(ARGS)
 
@@ -156,7 +155,7 @@ terminal-install:
 test-course: setup
 	$(BIN)/python -m pytest -m "course" tests/tools/course -n 2 $(ARGS)
 
-# Two guides at a time: installing is mostly waiting and unpacking. Those that share a clone are in one file.
+# Two guides at a time: an installation mostly waits and unpacks. Guides that share a clone are in one file.
 test-guides: setup
 	$(BIN)/python -m pytest -m "guides" tests/guides -n 2 --dist loadfile $(ARGS)
 
@@ -173,11 +172,11 @@ test-slow: setup
 test-slurm: setup
 	PACELINE_SLURM_DEADLINE_S=90 $(BIN)/python -m pytest -m "slurm" tests/integrations/slurm $(ARGS)
 
-# SLURM_PACKAGES: more than the cluster needs, for example nftables for the tests of the guide's firewalls.
+# SLURM_PACKAGES: more packages, for example nftables for the tests of the guide's firewalls.
 slurm-install:
 	@$(SLURM)/install $(SLURM_PACKAGES)
 
-# With a smoke job: both nodes say their names.
+# With a test job: both nodes print their names.
 slurm-up:
 	@$(SLURM)/up $(SLURM_STATE) $(SLURM_SHAPE)
 	@names=$$(SLURM_CONF=$(SLURM_STATE)/slurm.conf timeout 30 srun --nodes=2 --job-name=smoke hostname) \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # controller_from_guide.sh DEST: the daemons of a controller with the files that setup-controller wrote below DEST, as the
-# users they run as in life, in namespaces of their own (see test_guide.py). Prints what the controller then says.
-# With MariaDB and slurmdbd where they are installed; else the accounting lines are taken out.
+# usual users, in their own namespaces (see test_guide.py). Prints what the controller reports.
+# With MariaDB and slurmdbd if they are installed; otherwise without the accounting lines.
 set -eu
 dest=$1
 mount --bind "$dest/etc/slurm" /etc/slurm
@@ -16,7 +16,7 @@ install -d -o munge -g munge /run/munge
 install -d -o munge -g munge -m 0700 /var/log/munge /var/lib/munge
 install -d -o slurm -g slurm /var/log/slurm /var/lib/slurm/slurmctld
 
-until_works() { # polls; the test's own deadline ends what never works
+until_works() { # polls; the test has a deadline
   until timeout 3 "$@" >/dev/null 2>&1; do sleep 0.1; done
 }
 

@@ -100,11 +100,11 @@ start() {
     </dev/null >>"$S/log/$name.out" 2>&1 9>&- &
 }
 
-# boot NAME...: power on these machines, all at once, and wait until every node takes jobs.
+# boot NAME...: start these machines in parallel, and wait until every node takes jobs.
 boot() {
   local name
   for name in "$@"; do
-    # A node that comes back within SlurmdTimeout was never missed: its old jobs must be told.
+    # Slurm does not notice a node that is back within SlurmdTimeout. Set it down, so that its old jobs are requeued.
     if [ "$name" != ctl ] && alive ctl; then
       client scontrol update NodeName="$name" State=DOWN Reason=boot || true
     fi
@@ -113,7 +113,7 @@ boot() {
   done
   for name in "$@"; do
     await "$name to start" alive "$name"
-    ip link del "$BRIDGE-$name" 2>/dev/null || true # a dead machine's end of the cable goes away late
+    ip link del "$BRIDGE-$name" 2>/dev/null || true # the link of a killed machine may still exist
     ip link add "$BRIDGE-$name" master "$BRIDGE" up type veth \
       peer name eth0 address "$(card_of "$name")" netns "$(cat "$S/run/$name.pid")"
   done
@@ -130,14 +130,14 @@ boot_done() { # NAME...
 
 client() { SLURM_CONF=$S/slurm.conf timeout 5 "$@"; }
 
-# Every node that is powered on and has its cable can take jobs, or already has some.
+# Whether every node that runs and has its link can take jobs, or already has some.
 nodes_ready() {
   local name names=() states
   for name in $(machine_names); do
     alive "$name" || continue
     [ "$name" = ctl ] || ! plugged "$name" || names+=("$name")
   done
-  alive ctl && plugged ctl && [ ${#names[@]} -gt 0 ] || return 0 # nobody to ask, or nobody to ask about
+  alive ctl && plugged ctl && [ ${#names[@]} -gt 0 ] || return 0 # no controller, or no nodes
   states=$(client sinfo -hN -p main -n "$(IFS=,; echo "${names[*]}")" -o '%T' 2>/dev/null) || return 1
   [ "$(grep -cxE 'idle|mixed|allocated|completing|draining|drained' <<<"$states")" = ${#names[@]} ]
 }
