@@ -17,7 +17,7 @@ from faults.finished_run import FLAGS, NEWEST
 from harness.cli import paceline
 from harness.ranks import make_world, run_ranks
 from harness.runs import quick_config, step_losses, train_in
-from paceline.checkpoints.format import step_folders
+from paceline.checkpoints.format import NewerSchema, step_folders
 from paceline.checkpoints.identity import refuse_early
 from paceline.data.loader import Batch, Loader
 from paceline.errors import EXIT_CHECKPOINT, CheckpointError
@@ -195,7 +195,7 @@ def test_other_tensors_are_refused_by_name(change: Callable[[dict[str, Any]], No
 def test_a_newer_schema_is_refused_and_not_set_aside(run: Path) -> None:
     newer_schema(run / "checkpoints" / NEWEST)
     error = refusal(run)
-    assert error.what == "the checkpoint was written by a newer Paceline"
+    assert isinstance(error.__cause__, NewerSchema)
     assert (error.got, error.allowed) == ("schema 2", "schema 1")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ from harness.ranks import make_world, run_ranks
 from harness.runs import quick_config
 from paceline.cli.main import main
 from paceline.metrics import ceiling as ceiling_module
-from paceline.metrics.ceiling import cache_file, conditions_of, count_flops, find_ceilings, recall, remember
+from paceline.metrics.ceiling import (
+    NOTHING_TO_COUNT,
+    cache_file,
+    conditions_of,
+    count_flops,
+    find_ceilings,
+    recall,
+    remember,
+)
 from paceline.metrics.compile_gain import Gain
 from paceline.metrics.verdict import Conditions, RankTime, RunVerdict, Speed, judge_run, split_time
 from paceline.parallel.collectives import wait_for_all
@@ -23,7 +32,7 @@ from paceline.reports.run_page import write_run_page
 from paceline.runtime.detect import World
 from paceline.settings.schema import Config, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from paceline.training.components import build_components
-from paceline.training.limits import WORTH_MEASURING_S, find_limits
+from paceline.training.limits import TOO_SHORT, WORTH_MEASURING_S, find_limits
 
 CPU = Conditions(Config(), make_world(0, 2), "ddp", "float32", cores=2, step_ms=100.0)
 GPU = replace(CPU, world=replace(CPU.world, device="cuda:0", backend="nccl"), precision="bfloat16", is_compiled=True)
@@ -76,15 +85,13 @@ def test_compute_bound() -> None:
 def test_input_bound() -> None:
     found = judged(ranks((100, 38, 5), (100, 38, 5)))
     assert found.kind == "input-bound"
-    assert (
-        found.text == "input-bound: 38% of a step waits for its batch, 50% of the matrix ceiling (50.0 TFLOP/s of 100)"
-    )
+    assert re.findall(r"\d[\d.]*", found.text) == ["38", "50", "50.0", "100"]  # waiting, share of the ceiling, TFLOP/s
 
 
 def test_communication_bound() -> None:
     found = judged(ranks((100, 3, 31), (100, 3, 35)))
     assert found.kind == "communication-bound"
-    assert found.text == "communication-bound: 31% of a step is exchange that computing does not hide, data wait 3%"
+    assert re.findall(r"\d+", found.text) == ["31", "3"]  # exchange that is not hidden, waiting for data
 
 
 def test_straggler_is_named_with_its_host() -> None:
@@ -291,8 +298,8 @@ def test_a_users_models_are_counted_if_possible(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert counts["plain"].per_sample == counts["looks_at_its_numbers"].per_sample == 2 * 2 * 12 * 5
     assert counts["fails"].per_sample is None
-    assert counts["fails"].note == "this model's arithmetic cannot be counted (ValueError: not)"
-    assert counts["empty"].note == "this model has no matrix product or convolution to count"
+    assert "(ValueError: not)" in counts["fails"].note
+    assert counts["empty"].note == NOTHING_TO_COUNT
 
 
 # --- The ceiling and its file
@@ -407,7 +414,7 @@ def test_two_ranks_report_the_same_limits(tmp_path: Path) -> None:
 def test_a_short_run_measures_nothing(tmp_path: Path) -> None:
     for found in run_ranks(2, limits_of_two_ranks, str(tmp_path), 1.0):
         assert (found["flops_per_s"], found["mfu"]) == (None, None)
-        assert found["note"] == "the run was too short to measure the matrix ceiling"
+        assert found["note"] == TOO_SHORT
         assert found["verdict"]["kind"] == "straggler"
     assert list(tmp_path.iterdir()) == []
 

@@ -176,6 +176,9 @@ def _measure(world: World, dtype: torch.dtype) -> float:
 # weights, statistics and random numbers do not change.
 
 
+NOTHING_TO_COUNT = "this model has no matrix product or convolution to count"
+
+
 @dataclass(frozen=True)
 class FlopCount:
     """Floating-point operations of forward and backward; None and the reason if they cannot be counted."""
@@ -196,7 +199,7 @@ def count_flops(config: ModelConfig, input_shape: tuple[int, ...], num_classes: 
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             return FlopCount(None, f"this model's arithmetic cannot be counted ({reason[:_MOST_WORDS]})")
     if not total:
-        return FlopCount(None, "this model has no matrix product or convolution to count")
+        return FlopCount(None, NOTHING_TO_COUNT)
     return FlopCount(total // _SAMPLES)
 
 

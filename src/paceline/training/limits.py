@@ -22,9 +22,9 @@ from paceline.training.components import Components
 
 # Counting the operations of a model takes most of a second, the ceiling about one more. Short runs do neither.
 WORTH_COUNTING_S, WORTH_MEASURING_S = 10.0, 20.0
-_SEVERAL_SIZES = "training inputs had several sizes, so steps have no common arithmetic"
-_TOO_SHORT = "the run was too short to measure the matrix ceiling"
-_NO_MEMORY = "no memory was left to measure the matrix ceiling"
+SEVERAL_SIZES = "training inputs had several sizes, so steps have no common arithmetic"
+TOO_SHORT = "the run was too short to measure the matrix ceiling"
+NO_MEMORY = "no memory was left to measure the matrix ceiling"
 
 
 def find_limits(components: Components, world: World, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -97,9 +97,9 @@ def _measure_arithmetic(
     components: Components, world: World, dtype: torch.dtype, times: list[RankTime], seconds: float
 ) -> _Arithmetic:
     if seconds < WORTH_COUNTING_S:
-        return _Arithmetic(note=_TOO_SHORT)
+        return _Arithmetic(note=TOO_SHORT)
     if len(set(components.plan.training_shapes)) > 1:
-        return _Arithmetic(note=_SEVERAL_SIZES)
+        return _Arithmetic(note=SEVERAL_SIZES)
     count = _count_once(components, world)
     if count.per_sample is None:
         return _Arithmetic(note=count.note)
@@ -108,7 +108,7 @@ def _measure_arithmetic(
     may_measure = seconds >= WORTH_MEASURING_S
     ceilings = find_ceilings(world, dtype, may_measure=may_measure, surpassed=rates[world.rank])
     if ceilings is None:
-        return _Arithmetic(count.per_sample, rates, note=_NO_MEMORY if may_measure else _TOO_SHORT)
+        return _Arithmetic(count.per_sample, rates, note=NO_MEMORY if may_measure else TOO_SHORT)
     return _Arithmetic(count.per_sample, rates, ceilings)
 
 
