@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 
 from harness.browser import CHROMIUM, Browser
+from harness.faulty_s3 import FaultyS3, faulty_s3
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -54,3 +55,10 @@ def browser() -> Iterator[Browser]:
         pytest.skip("no chromium here: tests/harness/install-browser installs one")
     with Browser() as chromium:
         yield chromium
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[FaultyS3]:
+    """An S3 server of this module, in which tests inject faults. It needs the packages of .venv-flows."""
+    with faulty_s3() as store:
+        yield store

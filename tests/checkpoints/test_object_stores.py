@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.cli import Answer, paceline
-from harness.faulty_s3 import Fault, FaultyS3, faulty_s3
+from harness.faulty_s3 import Fault, FaultyS3
 from harness.processes import kill_all_in, started
 from harness.runs import read_results, step_losses
 
@@ -24,12 +23,6 @@ QUICK = (
     *("--global-batch-size=60", "--processes=1", "--track", "--log-frequency=1"),
 )
 A_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[FaultyS3]:
-    with faulty_s3() as store:
-        yield store
 
 
 @pytest.fixture(scope="module")

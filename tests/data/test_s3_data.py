@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.archive_files import make_pictures, write_webdataset
 from harness.cli import Answer, paceline
-from harness.faulty_s3 import Fault, FaultyS3, faulty_s3
+from harness.faulty_s3 import Fault, FaultyS3
 from harness.runs import read_results, step_losses
 
 pytestmark = pytest.mark.flows
@@ -19,12 +18,6 @@ FLAGS = (
     *("train", "shapes-cnn", "--dataset=folder", "--image-size=28", "--global-batch-size=8", "--epochs=2", "--exact"),
     *("--lanes=2", "--track", "--log-frequency=1", "--save-steps=2", "--output-dir=run"),
 )
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[FaultyS3]:
-    with faulty_s3() as store:
-        yield store
 
 
 @pytest.fixture(scope="module")

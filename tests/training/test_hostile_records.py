@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import paceline
-from harness.cli import paceline as run_command
 from harness.forged import reseal, rewrite_state
 from paceline.cli.main import main
 from paceline.errors import CheckpointError
 
 CHECKPOINT = 4
-FLAGS = ["--num-samples=128", "--epochs=1", "--global-batch-size=64", "--processes=1", "--track"]
 Record = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("records")
-    answer = run_command("train", "shapes-cnn", *FLAGS, "--output-dir=run", cwd=home)
-    assert answer.code == 0, answer.err
-    Image.new("RGB", (32, 32), "red").save(home / "picture.png")
-    return home
-
-
-@pytest.fixture
-def home(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(trained, tmp_path / "home", symlinks=True)
-    monkeypatch.chdir(tmp_path / "home")
-    return tmp_path / "home"
 
 
 def forge(home: Path, change: Callable[[Record], object]) -> None:

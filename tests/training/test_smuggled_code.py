@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import paceline
-from harness.cli import paceline as run_command
 from harness.forged import rewrite_state
 from paceline.cli.main import main
 from paceline.errors import UserError
 
 USER, CHECKPOINT = 2, 4
-FLAGS = ["--num-samples=128", "--epochs=1", "--global-batch-size=64", "--processes=1", "--track"]
 HOSTILE = "from pathlib import Path\n\nPath({!r}).touch()\n"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without a user's functions."""
-    home = tmp_path_factory.mktemp("smuggled")
-    answer = run_command("train", "shapes-cnn", *FLAGS, "--output-dir=run", cwd=home)
-    assert answer.code == 0, answer.err
-    return home
-
-
 @pytest.fixture
-def home(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(trained, tmp_path / "home", symlinks=True)
-    monkeypatch.chdir(tmp_path / "home")
+def home(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With another key: the run was trained elsewhere."""
     monkeypatch.setenv("PACELINE_STATE", str(tmp_path / "state"))
-    return tmp_path / "home"
+    return home
 
 
 @pytest.mark.parametrize("name", ["json", "contextlib", "onnx", "torch.export._trace", "sympy"])
