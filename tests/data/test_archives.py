@@ -151,7 +151,7 @@ def test_an_index_is_made_once_and_again_for_other_data(
 
 
 def test_an_index_of_other_data_is_not_used(pictures: Path, tmp_path: Path, cache: Path) -> None:
-    """Somebody has given it the name of this data's index."""
+    """Another user has given it the name of this data's index."""
     one = write_zip(pictures, tmp_path / "one.zip")
     wanted = load_dataset(config(one), 0)
     (mine,) = cache.glob("*.catalog")

@@ -42,7 +42,7 @@ FLAGS = {
     "absent tracker": (["--track", "wandb"], ["wandb is not installed", "[wandb]"]),
     "no value": (["--epochs"], ["--epochs needs a value"]),
     "value for a switch": (["--amp=yes"], ["--amp takes no value"]),
-    "stray word": (["--epochs", "2", "more"], ["unexpected argument 'more'"]),
+    "an extra word": (["--epochs", "2", "more"], ["unexpected argument 'more'"]),
     "indivisible batch": (
         ["--global-batch-size", "250", "--processes", "4"],
         ["250 is not divisible by 4", "248 or 252", "--processes 2 or 5"],

@@ -132,11 +132,11 @@ def test_after_the_mount_nothing_is_moved(homes: tuple[Path, Path]) -> None:
     assert "a separate file system" in done.stderr
 
 
-@pytest.mark.parametrize("trouble", ["name in both", "somebody works there", "an earlier start"])
+@pytest.mark.parametrize("trouble", ["name in both", "a program runs there", "an earlier start"])
 def test_home_folders_are_not_touched_in_doubt(trouble: str, homes: tuple[Path, Path]) -> None:
     """A refusal changes nothing."""
     home, shared = homes
-    works = subprocess.Popen(["sleep", "60"], cwd=home / "ada") if trouble == "somebody works there" else None
+    works = subprocess.Popen(["sleep", "60"], cwd=home / "ada") if trouble == "a program runs there" else None
     try:
         if trouble == "name in both":
             (shared / "grace").mkdir(parents=True)

@@ -67,7 +67,7 @@ processes() {
   grep -lzxFs "$MARK=$S" /proc/[0-9]*/environ | cut -d/ -f3 || true
 }
 
-# alive NAME: its process is there and is ours. A pid file of an earlier boot may name a stranger.
+# alive NAME: its process is there and is ours. A pid file of an earlier boot may name another process.
 alive() {
   local pid
   pid=$(cat "$S/run/$1.pid" 2>/dev/null) && [ -n "$pid" ] && grep -qzxFs "$MARK=$S" "/proc/$pid/environ"
