@@ -143,21 +143,6 @@ def _read_fashion(folder: Path) -> None:
     _read_idx(folder / "t10k-labels-idx1-ubyte.gz", (10_000,))
 
 
-def _build_cifar(samples: Path, folder: Path) -> None:
-    target = folder / "cifar-10-batches-bin"
-    target.mkdir()
-    record = bytes([3]) + bytes(3072)
-    for name in (*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"):
-        (target / name).write_bytes(record * 10_000)
-
-
-def _load_cifar(folder: Path) -> None:
-    from paceline.data.sources import cifar10
-    from paceline.settings.schema import DataConfig
-
-    cifar10.load(DataConfig(dataset="cifar10", data_dir=str(folder)), 0)
-
-
 # --- A user's own arrays ----------------------------------------------------------------------------------------------
 
 _OWN = """\

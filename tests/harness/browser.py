@@ -185,19 +185,6 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
 
-    def screenshot(self, path: Path, *, whole: bool = True) -> Path:
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole))[
-            "data"
-        ]
-        path.write_bytes(base64.b64decode(data))
-        return path
-
-    def _clip(self, whole: bool) -> dict[str, Any]:
-        if not whole:
-            return {}
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
-
     def pdf(self, path: Path) -> Path:
         path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"]))
         return path
