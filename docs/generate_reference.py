@@ -284,7 +284,7 @@ def _facts(spec: FieldSpec) -> str:
         expects = ("any of " if spec.is_tuple else "one of ") + ", ".join(f"`{choice}`" for choice in spec.choices)
     else:
         expects = spec.expects
-    facts = [expects, f"default `{written(spec.default)}`"]
+    facts = [expects, f"default `{written(spec.default) or '(empty)'}`"]
     if spec.aliases:
         facts.append("also " + ", ".join(f"`--{alias}`" for alias in spec.aliases))
     return "; ".join(facts)

@@ -64,8 +64,14 @@ def _relinked(source: Path, place: Path, pages: dict[Path, Path]) -> str:
     lines, is_code = [], False
     for line in source.read_text(encoding="utf-8").splitlines():
         is_code ^= bool(FENCE.match(line))
-        lines.append(line if is_code else LINK.sub(lambda link: _link(link, source, place, pages), line))
+        lines.append(line if is_code else _for_site(line, source, place, pages))
     return "\n".join(lines) + "\n"
+
+
+def _for_site(line: str, source: Path, place: Path, pages: dict[Path, Path]) -> str:
+    line = LINK.sub(lambda link: _link(link, source, place, pages), line)
+    # GitHub reads Markdown inside of this element by itself, the site only with the attribute.
+    return line.replace("<details>", '<details markdown="1">')
 
 
 def _link(link: re.Match[str], source: Path, place: Path, pages: dict[Path, Path]) -> str:

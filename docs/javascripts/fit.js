@@ -1,5 +1,6 @@
 // A table that is wider than its page shows each row as a list: the name of a column, then its value.
 // Short code in a sentence stays in one line: a flag is not divided at its hyphens.
+// So does a flag in a longer command.
 // Comments that are aligned in a column move to their commands where the lines are too long for the page.
 "use strict";
 
@@ -30,6 +31,20 @@ function textsOf(element) {
   return texts;
 }
 
+function keepWordsWhole(code) {
+  for (const text of textsOf(code)) {
+    const words = text.data.split(/(\S*-\S*)/);
+    if (words.length === 1) continue;
+    text.replaceWith(...words.filter(Boolean).map(word => {
+      if (!word.includes("-") || word.length > SHORT_CODE) return word;
+      const whole = document.createElement("span");
+      whole.style.whiteSpace = "nowrap";
+      whole.textContent = word;
+      return whole;
+    }));
+  }
+}
+
 function fitComments() {
   for (const code of document.querySelectorAll(".md-typeset pre > code")) {
     for (const text of textsOf(code)) {
@@ -43,8 +58,9 @@ function fitComments() {
   }
 }
 
-for (const code of document.querySelectorAll(".md-typeset :not(pre) > code")) {
-  if (code.textContent.length <= SHORT_CODE) code.style.whiteSpace = "nowrap";
+for (const code of document.querySelectorAll(".md-typeset code")) {
+  if (code.parentElement.tagName !== "PRE" && code.textContent.length <= SHORT_CODE) code.style.whiteSpace = "nowrap";
+  else keepWordsWhole(code);
 }
 document.querySelectorAll(TABLES).forEach(nameCells);
 fitTables();

@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,10 @@ TERMS = [
     *("syncbatchnorm", "hang", "nccl timeout", "tensorboard", "wandb", "weights & biases", "mlflow", "comet"),
     *("confusion matrix", "top-5 accuracy", "f1", "auc", "grad-cam", "embeddings", "profiler", "inference", "predict"),
     *("test-time augmentation", "tta", "onnx", "torchscript", "safetensors", "tensorrt", "coreml", "tflite"),
-    *("quantization", "pruning", "serving", "rest api", "model card"),
+    *("quantization", "pruning", "serving", "rest api", "model card", "parquet", "tar", "zip", "s3", "ffcv", "lmdb"),
+    *("silent data corruption", "faulty gpu", "audit", "provenance", "runs differ", "unlearning", "mislabelled"),
 ]
+_NOT_PROSE = ("pre", "code", "script", "style")
 WORDS = re.compile(r"[\s\-_,:!=\[\]()\\\"`/]+")  # the index separates words in the same way
 
 
@@ -65,6 +68,37 @@ def test_a_missing_feature_names_an_alternative(site: Path) -> None:
     ]
 
     assert bare == []
+
+
+class _Prose(HTMLParser):
+    """The text of a page outside of code and scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text = ""
+        self._depth = 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self._depth += tag in _NOT_PROSE
+
+    def handle_endtag(self, tag: str) -> None:
+        self._depth -= tag in _NOT_PROSE
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._depth else data
+
+
+def test_no_page_shows_markdown_that_was_not_rendered(site: Path) -> None:
+    """Backticks and links in the text of a page, for example of the answers that a lesson folds."""
+    raw = {
+        f"{path.relative_to(site)}: {text[max(0, found.start() - 40) : found.end() + 40]!r}"
+        for path in site.rglob("*.html")
+        for text in [_Prose(path.read_text(encoding="utf-8")).text]
+        for found in re.finditer(r"`|\]\(", text)
+    }
+
+    assert raw == set()
 
 
 def test_lessons_are_in_the_sidebar_and_link_to_their_neighbours(site: Path) -> None:

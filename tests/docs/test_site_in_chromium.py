@@ -66,6 +66,17 @@ def test_aligned_comments_move_to_their_commands_and_back(browser: Browser, site
     page.close()
 
 
+def test_a_flag_of_a_long_command_stays_in_one_line(browser: Browser, site: Path) -> None:
+    page = browser.open_page(site / "tutorials" / "own-pictures.html", width=400)
+    lines = """(() => {
+      const code = [...document.querySelectorAll('pre code')].find(e => e.textContent.includes('--data-dir'));
+      const flag = [...code.querySelectorAll('span')].find(e => e.textContent === '--data-dir');
+      return [flag.getClientRects().length, code.textContent.includes('--dataset folder --data-dir pictures')];
+    })()"""
+    assert page.evaluate(lines) == [1, True]
+    page.close()
+
+
 def test_a_cut_off_line_and_table_are_detected(browser: Browser, site: Path) -> None:
     page = browser.open_page(site / "index.html", width=400)
     assert page.evaluate(CUT_OFF) == []

@@ -1,4 +1,4 @@
-# hint: cause-not-known
+# hint: higher-precision
 # The upper part of the tree in float64.
 """Lesson 9: exactness. Fill the gaps, then: paceline course check 9
 

@@ -17,6 +17,7 @@ _HOMES = (Path(__file__).parent / "lessons", Path(__file__).resolve().parents[4]
 DEFAULT = Path("course-work")
 _PROGRESS = "progress.json"
 _FOLDED = re.compile(r"<details>\s*<summary>(.*?)</summary>\s*(.*?)\s*</details>", re.DOTALL)
+_CODE = re.compile(r"<code>(.*?)</code>")
 _PICTURE = re.compile(r"!\[(.*?)\]\((.*?)\)")
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)]+)\)")
 
@@ -174,4 +175,5 @@ def page_text(lesson: Lesson, *, has_answers: bool) -> str:
 
 
 def _unfold(question: str, answer: str, has_answers: bool) -> str:
+    question = _CODE.sub(r"`\1`", question)
     return f"- **{question}**\n\n{answer}\n" if has_answers else f"- **{question}**\n"

@@ -26,6 +26,10 @@ def cause_not_known(what: str, expected: str) -> Failed:
     return Failed("cause-not-known", what, f"This check does not know the cause. Expected: {expected}")
 
 
+def ranks_text(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
 @dataclass(frozen=True)
 class Item:
     """One requirement of the exercise. `check` raises Failed, or returns a remark for the screen."""
@@ -80,10 +84,10 @@ def require_no_gaps(gaps: dict[str, list[int]], uses: tuple[str, ...] = ()) -> N
     open_ones = {name: lines for name, lines in gaps.items() if name in uses or not uses}
     if not open_ones:
         return
-    found = [
-        f"{f'`{name}` still has' if name else 'there is still'} a gap: line {', '.join(map(str, lines))}"
-        for name, lines in open_ones.items()
-    ]
+    found = []
+    for name, lines in open_ones.items():
+        where = f"line{'' if len(lines) == 1 else 's'} {', '.join(map(str, lines))}"
+        found.append(f"{f'`{name}` still has' if name else 'there is still'} a gap: {where}")
     raise Failed("gap", "\n".join(found), "Replace each gap by your code. The comment beside it says what is needed.")
 
 

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from paceline.tools.course.ranks import on_ranks
-from paceline.tools.course.verdict import Failed, Item, cause_not_known
+from paceline.tools.course.verdict import Failed, Item, cause_not_known, ranks_text
 
 _ROW, _COLUMN, _FLIP, _MIX = range(4)
 _SEED, _EPOCH = 7, 3
 _BATCH = [11, 4, 19, 8, 2, 15, 6, 13]  # a global batch of 20 samples
 _KEY = (5, 2, 9, 1)  # seed, epoch, sample, choice
 _KINDS = ("seed", "epoch", "sample", "choice")
+# Keys with the same digits, or the same sum: the text of a wrong key is equal for some of them.
+_CLOSE_KEYS = list(itertools.product((0, 1, 2, 10, 11), (0, 1, 2, 10, 11), (0, 1, 2, 10, 11, 101), range(4)))
 Draw = Callable[[int, int, int, int], float]
 
 
@@ -32,8 +34,7 @@ def _draw(person: ModuleType, rank: int, world_size: int) -> dict[str, list[floa
     return {
         "again": [uniform(*_KEY), uniform(*_KEY)],
         "other": [uniform(*key) for key in others],
-        "joined": [uniform(*key) for key in ((1, 11, 1, 1), (11, 1, 1, 1), (1, 1, 11, 1))],
-        "added": [uniform(1, 2, 3, 0), uniform(2, 1, 3, 0)],
+        "close": [uniform(*key) for key in _CLOSE_KEYS],
         "many": [uniform(_SEED, _EPOCH, sample, choice) for sample in range(100) for choice in range(4)],
     }
 
@@ -53,16 +54,24 @@ def check_draws(path: Path) -> None:
     for kind, value in zip(_KINDS, first["other"], strict=True):
         if value == drawn:
             raise _ignored(kind)
-    if len(set(first["joined"])) < 3 or len(set(first["added"])) < 2:
-        raise Failed(
-            "digits-run-together",
-            "different numbers gave the same draw, for example seed 1 with epoch 11 and seed 11 with epoch 1",
-            "Put something between the numbers of the text: '1 11' and '11 1' differ. A sum of them is not enough.",
-        )
+    seen: dict[float, tuple[int, ...]] = {}
+    for key, value in zip(_CLOSE_KEYS, first["close"], strict=True):
+        if value in seen:
+            raise Failed(
+                "digits-run-together",
+                f"different numbers gave the same draw: {_key_text(seen[value])}; and {_key_text(key)}",
+                "Put something between the numbers of the text: '1 11' and '11 1' differ. A sum of them, or of their "
+                "products, is not enough.",
+            )
+        seen[value] = key
     if not 0.4 < sum(many) / len(many) < 0.6 or len(set(many)) < len(many):
         raise cause_not_known(
             f"the mean of {len(many)} draws is {sum(many) / len(many):.3f}", "different numbers with a mean of 0.5."
         )
+
+
+def _key_text(key: tuple[int, ...]) -> str:
+    return ", ".join(f"{kind} {number}" for kind, number in zip(_KINDS, key, strict=True))
 
 
 def _ignored(kind: str) -> Failed:
@@ -177,7 +186,7 @@ def check_share(path: Path) -> None:
         mistakes = [name for name in on_ranks(path, world_size, _share) if name]
         if not mistakes:
             continue
-        what = f"on {world_size} ranks the pictures are not those that one process makes"
+        what = f"on {ranks_text(world_size)} the pictures of a share are not those of augment() with the right keys"
         advice = {
             "keyed-by-position": "The place of a sample in the share changes with the number of ranks, and with the "
             "order. The key is the sample's own number in the data set.",

@@ -261,6 +261,7 @@ def check_power_failures(path: Path) -> None:
 class _Resumed:
     steps: list[list[int]]  # of all ranks, one list for each call of take_step
     is_same_state: bool  # as after an undisturbed run
+    saved: list[int]  # the newest checkpoint before each step, seen by rank 0; 0: none
 
 
 class _RanksDisagree(Exception):
@@ -269,12 +270,16 @@ class _RanksDisagree(Exception):
 
 def _train(person: ModuleType, rank: int, world_size: int, folder: Path, killed_in: int | None) -> _Resumed:
     steps: list[list[int]] = []
+    saved: list[int] = []
 
     def take_step(step: int, state: State) -> None:
         # Stands for the sum of gradients. The ranks compare their steps: if they differ, real ranks would hang.
         found = [0] * world_size
         dist.all_gather_object(found, step)
         steps.append(found)
+        if rank == 0:
+            newest = person.load_latest(folder)
+            saved.append(newest[0] if newest else 0)
         if len(set(found)) > 1:
             raise _RanksDisagree
         if step == killed_in:
@@ -284,8 +289,8 @@ def _train(person: ModuleType, rank: int, world_size: int, folder: Path, killed_
     try:
         state = person.train(folder, _STEPS, _fresh_state(), take_step, rank)
     except _RanksDisagree:
-        return _Resumed(steps, False)
-    return _Resumed(steps, _is_same(state, _state_after(_STEPS)))
+        return _Resumed(steps, False, saved)
+    return _Resumed(steps, _is_same(state, _state_after(_STEPS)), saved)
 
 
 def check_resume(path: Path) -> None:
@@ -312,6 +317,12 @@ def check_resume(path: Path) -> None:
                 f"the steps are right, but rank {rank} does not end with the state of an undisturbed run",
                 "The state must come from the checkpoint, all of it and on every rank: done, state = saved.",
             )
+    if fresh.saved != list(range(_STEPS)):
+        raise Failed(
+            "not-every-step-saved",
+            f"before the steps 1 to {_STEPS} of a new run the newest checkpoints were of the steps {fresh.saved}",
+            "train calls save after each step: a kill then costs at most the step that it interrupts.",
+        )
 
 
 def _check_steps(taken: list[list[int]], left: str) -> None:

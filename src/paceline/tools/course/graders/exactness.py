@@ -12,10 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.tools.course.ranks import on_ranks
-from paceline.tools.course.verdict import Failed, Item, cause_not_known
+from paceline.tools.course.verdict import Failed, Item, cause_not_known, ranks_text
 
 _LANES = 8
 _NUMBERS = 256
+_NO_MORE_DIGITS = (
+    "More digits make the rounding errors smaller, but the order still matters, and the ranks send twice the bytes. "
+    "Fix the order instead: then float32 is enough."
+)
 
 
 def _lanes() -> list[Tensor]:
@@ -44,6 +48,12 @@ def _halves(values: list[Tensor]) -> Tensor:
         half = len(values) // 2
         values = [left + right for left, right in zip(values[:half], values[half:], strict=True)]
     return values[0]
+
+
+def _wide_sums(parts: list[list[Tensor]]) -> list[list[Tensor]]:
+    """The ranks' sums, with float64 for the own lanes, for the sum over ranks, or for both."""
+    wide = [torch.stack(part).double().sum(0) for part in parts]
+    return [[value.float() for value in wide], [_tree(part).double() for part in parts], wide]
 
 
 def _is_sum(bits: list[int]) -> bool:
@@ -77,12 +87,7 @@ def check_tree(path: Path) -> None:
         )
     wide = torch.stack(lanes).double().sum(0)
     if found == _bits(wide):
-        raise Failed(
-            "higher-precision",
-            "the sum is that of float64, rounded at the end",
-            "More digits make the rounding errors smaller, but the order still matters, and the ranks send twice the "
-            "bytes. Fix the order instead: then float32 is enough.",
-        )
+        raise Failed("higher-precision", "the sum is that of float64, rounded at the end", _NO_MORE_DIGITS)
     wrong = sum(a != b for a, b in zip(found, _bits(_tree(lanes)), strict=False))
     what = f"{wrong} of {_NUMBERS} sums differ from the tree's in their last bits"
     if found == _bits(_left_to_right(lanes)):
@@ -110,7 +115,7 @@ def check_lanes(path: Path) -> None:
         shares = on_ranks(path, world_size, _own_lanes)
         if [lane for share in shares for lane in share] == list(range(_LANES)):
             continue
-        what = f"on {world_size} ranks the lanes are {shares}"
+        what = f"on {ranks_text(world_size)} the lanes are {shares}"
         if sorted(lane for share in shares for lane in share) == list(range(_LANES)):
             raise Failed(
                 "not-neighbouring",
@@ -154,7 +159,7 @@ def _explain_sum(found: list[list[int]], has_reduction: bool) -> Failed:
     sums = [_tree(part) for part in parts]
     right = _bits(_tree(_lanes()))
     wrong = [sum(a != b for a, b in zip(bits, right, strict=False)) for bits in found]
-    what = f"on {world_size} ranks, {wrong} of {_NUMBERS} sums differ in their bits from those of one process"
+    what = f"on {ranks_text(world_size)}, {wrong} of {_NUMBERS} sums differ in their bits from those of one process"
     if world_size > 1 and found == [_bits(part) for part in sums]:
         return Failed("nothing-exchanged", what, "Each rank returns its own part. Gather the sums of the other ranks.")
     if not all(_is_sum(bits) for bits in found):
@@ -172,11 +177,12 @@ def _explain_sum(found: list[list[int]], has_reduction: bool) -> Failed:
             "Torch added the ranks' sums (all_reduce or reduce). With two ranks there is one order; with four, the "
             "order depends on the algorithm. Gather the ranks' sums, and finish the tree yourself.",
         )
+    if any(found[0] == _bits(_tree(wide).float()) for wide in _wide_sums(parts)):
+        return Failed("higher-precision", what, _NO_MORE_DIGITS)
     loops = (
         _left_to_right,
         lambda part: torch.stack(part).cumsum(0)[-1],
         lambda part: torch.stack(part).sum(0),
-        lambda part: torch.stack(part).double().sum(0).float(),
     )
     if any(found[0] == _bits(_tree([loop(part) for part in parts])) for loop in loops):
         return Failed("loop-over-own-lanes", what, "The lanes of a rank are added one after the other. Use tree_sum.")

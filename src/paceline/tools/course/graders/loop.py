@@ -264,6 +264,8 @@ def _explain_evaluation(found: list[tuple[float, float]]) -> Failed | None:
     seen = ", ".join(f"rank {rank} returns {a:.4f} and {b:.4f}" for rank, (a, b) in enumerate(found))
     right = known["right"][0]
     what = f"loss {right[0]:.4f} and accuracy {right[1]:.4f} are right; {seen}"
+    if all(abs(a - right[1]) < 1e-5 and abs(b - right[0]) < 1e-5 for a, b in found):
+        return Failed("results-exchanged", what, "Return the loss first, then the accuracy.")
     for number, name in enumerate(("loss", "accuracy")):
         values = [answer[number] for answer in found]
         # Sums of floats may be formed in any order and precision here.

@@ -31,9 +31,13 @@ def _flatten_all(person: ModuleType, rank: int, world_size: int) -> list[tuple[i
 
 
 def _describe_mixed(rows: Tensor, images: Tensor) -> str:
-    """Rows of the right shape with values in the wrong place: inside of each picture, or between pictures."""
-    is_inside = torch.equal(rows.sort(1).values, images.flatten(1))  # the values of a picture rise
-    return "permuted inside" if is_inside else "mixed between"
+    """What is wrong with rows of the right shape. The values of a picture rise, and those of the next one follow."""
+    right = images.flatten(1)
+    if torch.equal(rows.sort(1).values, right):
+        return "permuted inside"
+    if not torch.equal(rows.flatten().sort().values, right.flatten()):
+        return "other values"
+    return "pictures exchanged" if torch.equal(rows[rows[:, 0].argsort()], right) else "mixed between"
 
 
 def check_flatten(path: Path) -> None:
@@ -46,6 +50,18 @@ def check_flatten(path: Path) -> None:
                 "values-permuted",
                 f"the rows have the right shape, but the values inside of a row are in another order ({size} pictures)",
                 "A layer expects each value at its place. Only reshape: do not permute or transpose the dimensions.",
+            )
+        if shape == "pictures exchanged":
+            raise Failed(
+                "pictures-exchanged",
+                f"each row is a picture, but the rows are in another order than the pictures ({size} pictures)",
+                "Row i must be picture i: the labels have the order of the pictures. Only reshape.",
+            )
+        if shape == "other values":
+            raise Failed(
+                "values-changed",
+                f"the rows have the right shape, but other values than the pictures ({size} pictures)",
+                "flatten changes only the shape: each value of a picture is once in its row, as it was. Only reshape.",
             )
         if shape == "mixed between":
             raise Failed(

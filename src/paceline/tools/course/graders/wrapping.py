@@ -256,10 +256,17 @@ def _compare(reports: list[dict[str, Any]], strategy: str) -> None:
         raise Failed("sum-for-mean", what, "The loss is the sum over the samples, not their mean: steps are too long.")
     if is_like(_train_alone(factor=0.5)):
         raise Failed(
-            "divided-again", what, "The loss is divided by the number of ranks, but the wrapper averages already."
+            "divided-again",
+            f"{what}; each step has half of its length",
+            "The wrapper averages gradients over ranks already. Do not divide the loss, or the gradients, again.",
         )
     if is_like(_train_alone(factor=2.0)):
-        raise Failed("multiplied-again", what, "The loss is multiplied by the number of ranks. The wrapper averages.")
+        raise Failed(
+            "multiplied-again",
+            f"{what}; each step has twice its length",
+            "The wrapper averages gradients over ranks already. Do not multiply the loss by the number of ranks, and "
+            "do not sum the gradients again. Call backward() and step() once for each batch.",
+        )
     if is_like(_train_alone(has_softmax=True)):
         raise Failed("softmax-twice", what, "cross_entropy contains a softmax. Give it the model's output as it is.")
     raise cause_not_known(what, "zero_grad, mean cross-entropy of this rank's share, backward, step; nothing else.")
