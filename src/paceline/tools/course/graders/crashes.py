@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -268,7 +269,8 @@ class _RanksDisagree(Exception):
     """The ranks of one training are in different steps."""
 
 
-def _train(person: ModuleType, rank: int, world_size: int, folder: Path, killed_in: int | None) -> _Resumed:
+def _train(person: ModuleType, rank: int, world_size: int, folders: list[Path], killed_in: int | None) -> _Resumed:
+    folder = folders[rank]
     steps: list[list[int]] = []
     saved: list[int] = []
 
@@ -295,7 +297,7 @@ def _train(person: ModuleType, rank: int, world_size: int, folder: Path, killed_
 
 def check_resume(path: Path) -> None:
     with _new_folder() as folder:
-        fresh = require_values(try_ranks(path, 2, _train, folder, None))[0]
+        fresh = require_values(try_ranks(path, 2, _train, [folder, folder], None))[0]
     if fresh.steps != [[step, step] for step in range(1, _STEPS + 1)]:
         took = [found[0] for found in fresh.steps]
         raise Failed("wrong-steps", f"a new run took the steps {took}", f"A new run takes the steps 1 to {_STEPS}.")
@@ -306,9 +308,13 @@ def check_resume(path: Path) -> None:
             "take_step changes `state` in place; train returns it.",
         )
     with _new_folder() as folder:
-        try_ranks(path, 2, _train, folder, _KILLED_IN)
+        try_ranks(path, 2, _train, [folder, folder], _KILLED_IN)
         left = _list_files(folder)
-        ranks = require_values(try_ranks(path, 2, _train, folder, None))
+        # Each rank resumes from a copy: code that saves too early must not change what the other rank loads.
+        copies = [folder.with_name(f"rank-{rank}") for rank in range(2)]
+        for copy in copies:
+            shutil.copytree(folder, copy)
+        ranks = require_values(try_ranks(path, 2, _train, copies, None))
     for rank, resumed in enumerate(ranks):
         _check_steps(resumed.steps, left)
         if not resumed.is_same_state:
