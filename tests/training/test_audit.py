@@ -163,6 +163,16 @@ RIGHT, WRONG, OTHER = (1, 2, 3), (1, 9, 3), (1, 9, 4)
         (0, 1, WRONG, RIGHT, [WRONG, RIGHT], []),
         (0, 1, WRONG, RIGHT, [RIGHT, RIGHT], [Verdict(0, 1, is_permanent=False)]),
         (0, 1, WRONG, RIGHT, [OTHER, RIGHT], [Verdict(0, 2, is_permanent=False)]),
+        # Two of four are wrong, each in its own way: only the healthy ones agree.
+        (
+            1,
+            2,
+            WRONG,
+            OTHER,
+            [RIGHT, WRONG, OTHER, RIGHT],
+            [Verdict(1, 1, is_permanent=True), Verdict(2, 1, is_permanent=True)],
+        ),
+        (0, 1, RIGHT, WRONG, [RIGHT, WRONG, OTHER], []),
         # Two of four agree with each other on each side.
         (0, 1, WRONG, RIGHT, [WRONG, RIGHT, WRONG, RIGHT], []),
         # One rank.

@@ -63,7 +63,11 @@ def bisect(settings: Bisect) -> int:
 
 def _describe(found: Bisection) -> list[str]:
     if found.is_equal:
-        return ["equal     no stored checkpoint, logged loss or final weight differs; nothing was replayed"]
+        lines = ["equal     no stored checkpoint, logged loss or final weight differs; nothing was replayed"]
+        ends = found.window.last_steps
+        if ends[0] != ends[1]:
+            lines.append(f"note      A ends at step {ends[0]}, B at step {ends[1]}: they are equal as far as both go")
+        return lines
     lines = []
     if found.step is None:
         lines.append("first     the replays of both runs are equal: settings and data are not the cause")
@@ -80,6 +84,7 @@ def _as_json(found: Bisection) -> dict[str, Any]:
         "equal": found.is_equal,
         "last_equal_checkpoint": found.window.same,
         "known_to_differ_at": found.window.differs,
+        "last_steps": found.window.last_steps,
         "first_step": found.step,
         "place": asdict(found.place) if found.place is not None else None,
         "causes": [asdict(one) for one in found.causes],

@@ -108,12 +108,11 @@ def _batch(page: InspectPage) -> list[Block]:
     for sample in ordered:
         if sample.original is None or sample.augmented is None:
             continue
-        name = f"{sample.id}: {sample.label}"
-        pictures.append(Picture(sample.original, name, name, f"loss {sample.loss:.3g}, rank {sample.rank}"))
-        pictures.append(Picture(sample.augmented, f"input of {name}", "as trained on", f"sample {sample.id}"))
+        name, note = f"{sample.id}: {sample.label}", f"loss {sample.loss:.3g}, rank {sample.rank}"
+        pictures.append(Picture(sample.original, name, name, note, beside=sample.augmented))
     rows = [(sample.id, sample.label, f"{sample.loss:.5g}", sample.rank) for sample in ordered]
     table = Table(("sample", "label", "loss", "rank"), rows)
-    text = "Highest loss first. Each sample is shown as it is in the data, and as the model got it in this step."
+    text = "Highest loss first. Left: the sample in the data. Right: as the model got it in this step."
     shown: list[Block] = [text, Gallery(pictures)] if pictures else []
     return [*shown, Details(f"All {len(rows)} samples as a table", [table], is_open=not pictures)]
 
@@ -127,8 +126,11 @@ def _gradients(page: InspectPage) -> list[Block]:
     shown = [(name, norm) for name, norm in layers if name in kept]
     series = Series("norm", [norm for _, norm in shown], x=[name for name, _ in shown])
     chart = Chart(*("gradient-norms", "Norm of the gradient", "parameter", "norm", [series]), kind="bar", wide=True)
+    if len(shown) == len(layers):
+        return [chart]
     rows = [(name, f"{norm:.5g}") for name, norm in layers]
-    return [chart, Details("As a table", [Table(("parameter", "norm of its gradient"), rows)])]
+    table = Table(("parameter", "norm of its gradient"), rows)
+    return [chart, Details(f"All {len(layers)} parameters as a table", [table])]
 
 
 def _ranks(page: InspectPage) -> list[Block]:

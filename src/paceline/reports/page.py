@@ -93,6 +93,7 @@ class Picture:
     caption: str = ""
     note: str = ""
     tone: Tone = ""
+    beside: str = ""  # a second picture, to its right
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,8 @@ def _block(block: Block, specs: list[dict[str, Any]]) -> str:
         case Code():
             return f'<pre tabindex="0">{escape(block.text)}</pre>'
         case Gallery():
-            return f'<ul class="gallery">{"".join(map(_picture, block.pictures))}</ul>'
+            pairs = " pairs" if any(picture.beside for picture in block.pictures) else ""
+            return f'<ul class="gallery{pairs}">{"".join(map(_picture, block.pictures))}</ul>'
         case Details():
             state = " open" if block.is_open else ""
             inner = _blocks(block.blocks, specs)
@@ -311,13 +313,12 @@ def _chart(chart: Chart | Matrix, specs: list[dict[str, Any]]) -> str:
 
 
 def _picture(picture: Picture) -> str:
-    if not picture.source.startswith("data:image/"):
+    sources = [source for source in (picture.source, picture.beside) if source]
+    if not all(source.startswith("data:image/") for source in sources):
         raise ValueError("a picture must be a data: URI: the page loads nothing")
     note = f"<small>{escape(picture.note)}</small>" if picture.note else ""
-    return (
-        f'<li class="{picture.tone}"><img src="{escape(picture.source)}" alt="{escape(picture.alt)}">'
-        f"<p>{escape(picture.caption)}{note}</p></li>"
-    )
+    images = "".join(f'<img src="{escape(source)}" alt="{escape(picture.alt)}">' for source in sources)
+    return f'<li class="{picture.tone}">{images}<p>{escape(picture.caption)}{note}</p></li>'
 
 
 def _table(table: Table) -> str:

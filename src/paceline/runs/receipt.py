@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from paceline.settings.small_files import read_json_object
 
 RECEIPT_SCHEMA = 1  # increased when a link changes its meaning
 NO_HASH = "0" * 64  # before the first link
+_CHUNK_BYTES = 1 << 20
 LINKS = ("config", "code", "packages", "machine", "data", "order", "checkpoints", "metrics", "results")
 ENTRY = Fields(  # of a saved checkpoint, in the receipt and in checkpoints.jsonl
     required={"step": COUNT, "tensors": MapOf(str), "state": str, "ranks": COUNT, "previous": str, "hash": str},
@@ -26,12 +29,13 @@ ENTRY = Fields(  # of a saved checkpoint, in the receipt and in checkpoints.json
 )
 _PART = Fields(required={"samples": COUNT, "labels": str, "kind": str})
 _FINGERPRINT = Fields(required={"classes": str, "num_classes": COUNT, "sample_shape": ListOf(COUNT), "train": _PART})
+_CHANGE = Fields(required={"step": COUNT})  # of the data, which the user has accepted
 _CONTENTS = {
     "config": MapOf(None),
     "code": Fields(required={"paceline": str, "source_sha256": str, "functions": MapOf(str)}),
     "packages": MapOf(str),
     "machine": Fields(required={"processor": str, "instructions": str, "ranks": COUNT, "lanes": COUNT}),
-    "data": Fields(required={"fingerprint": _FINGERPRINT}),
+    "data": Fields(required={"fingerprint": _FINGERPRINT, "split": str, "accepted": ListOf(_CHANGE)}),
     "order": MapOf((COUNT, str)),
     "checkpoints": ListOf(ENTRY),
     "metrics": MapOf(str),
@@ -105,14 +109,19 @@ def read_receipt(path: Path) -> Receipt:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file; empty if there is none."""
+    """SHA-256 of a file; empty if there is none. Another person may have put a FIFO or a device in its place."""
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return ""
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return ""
+        while chunk := os.read(descriptor, _CHUNK_BYTES):
+            digest.update(chunk)
+    finally:
+        os.close(descriptor)
     return digest.hexdigest()
 
 

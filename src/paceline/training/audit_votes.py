@@ -1,7 +1,8 @@
 """Who is wrong, if two ranks computed different bits for the same lane. Pure functions of digests.
 
-After a difference every rank computes the disputed lane again. The majority decides what is right. A rank whose new
-result is wrong computes wrong bits again and again. A rank whose new result is right was wrong once.
+After a difference every rank computes the disputed lane again. The result of most ranks is right: healthy ranks agree
+to the bit, and two faulty ones hardly ever do. A rank whose new result is wrong computes wrong bits again and again. A
+rank whose new result is right was wrong once.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def judge(disputes: Sequence[Dispute]) -> list[Verdict]:
 def _judge(dispute: Dispute) -> list[Verdict]:
     first = {dispute.owner: dispute.trained}
     first.setdefault(dispute.auditor, dispute.audited)
-    right = _majority(dispute.votes)
+    right = _result_of_most(dispute.votes)
     if len(dispute.votes) == 1:  # one rank: whichever result is right, it has computed the other one
         right = dispute.votes[0] if dispute.votes[0] in (dispute.trained, dispute.audited) else dispute.audited
         wrong = dispute.audited if right == dispute.trained else dispute.trained
@@ -64,7 +65,7 @@ def _judge(dispute: Dispute) -> list[Verdict]:
 
 
 def _judge_by_themselves(dispute: Dispute) -> list[Verdict]:
-    """Without a majority: if one of the two contradicts its own first result, and the other does not."""
+    """The votes are split evenly: if one of the two contradicts its own first result, and the other does not."""
     first = {dispute.owner: dispute.trained, dispute.auditor: dispute.audited}
     unsteady = [rank for rank, result in first.items() if dispute.votes[rank] != result]
     if len(unsteady) != 1:
@@ -73,9 +74,9 @@ def _judge_by_themselves(dispute: Dispute) -> list[Verdict]:
     return [Verdict(rank, _first_difference(dispute.votes[rank], first[rank]), is_permanent=False)]
 
 
-def _majority(votes: Sequence[Digest]) -> Digest | None:
-    vote, count = Counter(votes).most_common(1)[0]
-    return vote if 2 * count > len(votes) else None
+def _result_of_most(votes: Sequence[Digest]) -> Digest | None:
+    (vote, count), *others = Counter(votes).most_common(2)
+    return vote if not others or count > others[0][1] else None
 
 
 def _first_difference(one: Digest, other: Digest) -> int:

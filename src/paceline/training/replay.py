@@ -89,7 +89,7 @@ class Replay:
         self.before_update: Callable[[], None] | None = None  # called with the gradients of the step, before clipping
         self._flags = list(flags)
         self._session: TrainingSession | None = None
-        self._trained = RanksOfRun(1, 1, 0, is_exact=False)  # of the steps after `start_at`
+        self.trained = RanksOfRun(1, 1, 0, is_exact=False)  # how the run took the steps after `start_at`
         self._held = ExitStack()
         self._folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="paceline-replay-")))
 
@@ -113,7 +113,7 @@ class Replay:
     def has_batches_of_run(self) -> bool:
         """Whether BatchNorm sees the same samples together as in the run. Call this after `start_at`."""
         parallel = self.session.config.parallel
-        is_same = parallel.exact or parallel.sync_bn or self._trained.ranks == 1
+        is_same = parallel.exact or parallel.sync_bn or self.trained.ranks == 1
         kind = torch.nn.modules.batchnorm._BatchNorm
         return is_same or not any(isinstance(module, kind) for module in self.components.model.module.modules())
 
@@ -131,8 +131,8 @@ class Replay:
         checkpoint = self._open(step) if step else None
         end = self._open_end(step)
         loaded = self._load_config(end, flags)
-        self._trained = self._ranks_of(loaded.config, end or checkpoint)
-        config = self._on_one_rank(loaded.config, self._trained)
+        self.trained = self._ranks_of(loaded.config, end or checkpoint)
+        config = self._on_one_rank(loaded.config, self.trained)
         if checkpoint is not None:
             config = replace(config, run=replace(config.run, init_from=""))  # the checkpoint replaces these weights
             # The settings are those of the steps after it, with the flags of the caller.
@@ -203,11 +203,6 @@ class Replay:
         """The gradients by parameter, during `before_update`."""
         named = self.components.model.module.named_parameters()
         return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
-
-    def ranks_of_run(self) -> RanksOfRun:
-        """How the newest steps of the run were trained."""
-        end = self._open_end(max(self.stored, default=0))
-        return self._ranks_of(self._load_config(end, ()).config, end)
 
     def _ranks_of(self, config: Config, checkpoint: Checkpoint | None) -> RanksOfRun:
         ranks, threads = 1, 0

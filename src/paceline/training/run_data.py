@@ -28,7 +28,7 @@ from paceline.parallel.collectives import gather_texts
 from paceline.runtime.detect import World
 
 _log = logging.getLogger("paceline")
-_POSITIONS, _KEYS = "positions", "keys"
+POSITIONS, _KEYS = "positions", "keys"
 _PART_FIELDS = {"samples": int, "labels": str, "kind": str, "contents": str}
 _HINT = "give the data it was trained with, or --init-from to start a new run from its weights"
 
@@ -38,7 +38,7 @@ class RunData:
     """A part of every checkpoint's state."""
 
     fingerprint: Fingerprint
-    split: str = _POSITIONS  # what decides a sample's side: its position, or, after the data has changed, its key
+    split: str = POSITIONS  # what decides a sample's side: its position, or, after the data has changed, its key
     held_out: str | None = None  # keys of the validation samples; None where samples have none
     accepted: list[dict[str, Any]] = field(default_factory=list)  # changes that the user has accepted: step, what
 
@@ -56,7 +56,7 @@ class RunData:
                 unpack_keys(found.held_out)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise _unreadable(where, f"{type(error).__name__}: {error}") from error
-        if not is_sound or found.split not in (_POSITIONS, _KEYS) or not isinstance(found.accepted, list):
+        if not is_sound or found.split not in (POSITIONS, _KEYS) or not isinstance(found.accepted, list):
             raise _unreadable(where, "values of other types")
         return found
 

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from paceline.checkpoints.store import Checkpoint
 from paceline.data.changes import changed_samples
+from paceline.data.dataset import Dataset
 from paceline.data.order import samples_of
-from paceline.data.sampling import Sampling
+from paceline.data.sampling import Sampling, sampling_of
 from paceline.errors import CheckpointError
 from paceline.settings.schema import Config
-from paceline.training.plan import RunPlan
+from paceline.training.plan import RunPlan, split_samples
 
 FIRST_LOOK_SAMPLES = 2000  # for a model that takes its first layer from the data
 _LISTED = 5
@@ -79,6 +80,13 @@ def require_unseen(checkpoint: Checkpoint, config: Config, usage: Usage) -> None
 def _named(samples: list[int]) -> str:
     names = ", ".join(map(str, samples[:_LISTED])) + (", ..." if len(samples) > _LISTED else "")
     return f"sample {names} is" if len(samples) == 1 else f"samples {names} are"
+
+
+def find_usage(plan: RunPlan, train: Dataset, model: nn.Module) -> Usage:
+    """Of a run whose samples are those that its settings give, not those of a checkpoint."""
+    ids, validation = split_samples(plan.info, plan.config)
+    held_out = validation[:0] if plan.info.num_validation else validation  # one of its own has other numbers
+    return Usage(plan, ids, held_out, sampling_of(plan.config.data, train, ids), looks_at_data(model))
 
 
 def looks_at_data(model: nn.Module) -> bool:

@@ -135,6 +135,24 @@ def test_equal_and_unrelated_runs(folder: Path) -> None:
         find("base", "wide")
 
 
+def test_a_run_that_ends_earlier_is_equal_as_far_as_it_goes(folder: Path) -> None:
+    answer = paceline(*FLAGS, *BASE, "--max-steps=150", "--output-dir=short", cwd=folder)
+    assert answer.code == 0, answer
+    found = find("base", "short")
+    assert found.is_equal
+    assert found.window.last_steps == (700, 150)
+    assert found.replays == 0
+
+
+def test_a_moving_average_is_a_setting_not_another_model(folder: Path) -> None:
+    answer = paceline(*FLAGS, *BASE, "--max-steps=150", "--ema-decay=0.9", "--output-dir=average", cwd=folder)
+    assert answer.code == 0, answer
+    found = find("base", "average")
+    assert found.step == 0
+    assert [(cause.kind, cause.name) for cause in found.causes] == [("flag", "ema_decay")]
+    assert found.is_cause_tried
+
+
 def test_what_is_known_is_said_though_a_replay_is_impossible(folder: Path) -> None:
     bad = (folder / "bad.py").read_text()
     (folder / "bad.py").write_text(bad.replace("+= 0.5", "+= 0.25"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from harness.ranks import make_world
 from paceline.checkpoints.format import MANIFEST, Manifest, read_manifest, step_folders
 from paceline.checkpoints.ledger import hash_entry, hash_state
 from paceline.cli.main import main
+from paceline.data.fingerprint import pack_keys, unpack_keys
 from paceline.data.sources import custom
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, EXIT_USER, UserError
 from paceline.runs.folder import RunFolder
@@ -25,6 +27,7 @@ from paceline.runs.receipt import LINKS, NO_HASH, hash_file, make_receipt, read_
 from paceline.settings.load import load_config, to_yaml
 from paceline.tools.trust.replayed import Draw
 from paceline.tools.trust.verify import Proof, other_bits, verify_run
+from paceline.training import components
 from paceline.training.loop import train
 from paceline.training.replay import Replay
 
@@ -266,3 +269,123 @@ def test_a_signature_stays_if_the_next_one_fails(copy: Path) -> None:
     before = (copy / "receipt.json.sig").read_bytes()
     assert main(["sign", str(copy), "--key", "mine.py"]) == EXIT_USER  # no key
     assert (copy / "receipt.json.sig").read_bytes() == before
+
+
+# --- States of checkpoints, from which a replay continues
+
+
+def train_on(copy: Path, *flags: str, to: str = "again", start: Path | None = None) -> Path:
+    """Train in the folder of the copy, perhaps on from a checkpoint of another run."""
+    run = copy.parent / to
+    config = load_config("synthetic-mlp", [*FLAGS, "--epochs", "3", *flags]).config
+    RunFolder(run).create()
+    train(config, make_world(0, 1), RunPlace(run, start))
+    (run / "config.yaml").write_text(to_yaml(config))
+    return run
+
+
+def count_epochs_otherwise(state: dict[str, Any]) -> None:
+    """The samples of one epoch are trained on again."""
+    state.update(epochs_counted_from={"step": 8, "epoch": 0})
+
+
+def hold_other_samples_out(state: dict[str, Any]) -> None:
+    """Samples of the validation are trained on."""
+    keys = unpack_keys(state["data"]["held_out"])
+    state["data"].update(split="keys", held_out=pack_keys(keys[:3]))
+
+
+@pytest.mark.parametrize(("change", "named"), [(count_epochs_otherwise, "order"), (hold_other_samples_out, "data")])
+def test_a_state_that_leads_to_other_samples_is_found(
+    copy: Path, change: Callable[[dict[str, Any]], None], named: str
+) -> None:
+    """All later steps are what the state says, so their replay agrees."""
+    rewrite_state(copy / "checkpoints" / "step-00000008", change)
+    run = train_on(copy, start=copy / "checkpoints" / "step-00000008")
+    shutil.copytree(copy / "checkpoints" / "step-00000008", run / "checkpoints" / "step-00000008", dirs_exist_ok=True)
+    forge(run)
+    proof = check(run)
+    assert named in found(proof, "different")
+    assert proof.replayed_steps == 0
+
+
+def test_excluded_samples_that_were_used_are_found(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on without samples that it has used, and says in its settings that it never had them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(components, "require_unseen", lambda *_: None)
+        run = train_on(copy, "--exclude", "3,5,9", start=copy / "checkpoints" / "step-00000008")
+    shutil.copytree(copy / "checkpoints" / "step-00000008", run / "checkpoints" / "step-00000008", dirs_exist_ok=True)
+    proof = check(run)
+    assert found(proof, "different") == {"exclude"}
+    assert "exclude" not in found(proof, "proved")
+
+
+def test_steps_before_new_data_are_not_called_forged(copy: Path) -> None:
+    samples = np.load("x.npy")
+    samples[17] += 1
+    np.save("x.npy", samples)
+    custom.load.cache_clear()
+    run = train_on(copy, "--accept-new-data", start=copy / "checkpoints" / "step-00000008")
+    proof = check(run)
+    assert found(proof, "different") == set()
+    assert "data" in found(proof, "not proved")
+    assert proof.replayed_steps < proof.total_steps == 24
+    shutil.copytree(copy / "checkpoints" / "step-00000008", run / "checkpoints" / "step-00000008", dirs_exist_ok=True)
+    assert check(run).replayed_steps == 16
+
+
+def test_a_model_from_elsewhere_is_named_without_checkpoints(copy: Path) -> None:
+    run = train_on(copy, "--init-from", str(copy), "--seed", "9")
+    shutil.rmtree(run / "checkpoints")
+    proof = check(run)
+    assert found(proof, "different") == set()
+    texts = [finding.text for finding in proof.findings.of("not proved") if finding.what == "weights"]
+    assert any(str(copy) in text for text in texts)
+
+
+def test_a_damaged_checkpoint_does_not_stop_the_replay(copy: Path) -> None:
+    (copy / "checkpoints" / "step-00000008" / "model.safetensors").write_bytes(b"")
+    proof = check(copy)
+    assert found(proof, "different") == {"weights"}
+    assert proof.replayed_steps == 16
+
+
+def test_the_test_is_repeated_with_the_code_of_the_receipt(copy: Path) -> None:
+    """A checkpoint holds the source of the model too. It is of the same person as the results."""
+    (copy.parent / "bn.py").write_text(MODEL)
+    run = train_on(copy, "--model-name", "bn.py:model")
+    for checkpoint in step_folders(run / "checkpoints"):
+        text = (checkpoint / "state.json").read_text()
+        assert "nn.Linear(8, num_classes)" in text
+        (checkpoint / "state.json").write_text(text.replace("nn.Linear(8, num_classes)", "cheat(num_classes)"))
+        rewrite_state(checkpoint, lambda state: None)
+    forge(run)
+    proof = check(run)
+    assert found(proof, "different") == set()
+    assert "results" in found(proof, "proved")
+
+
+def test_another_best_epoch_is_found(copy: Path) -> None:
+    best = json.loads((copy / "results.json").read_text())["best_epoch"]
+    forge_results(copy, best_epoch=3 - best)
+    forge(copy, lambda links: links["results"].update(best_epoch=3 - best))
+    assert found(check(copy), "different") == {"results"}
+
+
+@pytest.mark.parametrize("kind", ["step", "epoch"])
+def test_a_logged_loss_is_the_mean_of_its_steps(copy: Path, kind: str) -> None:
+    rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    row = next(row for row in rows if row["kind"] == kind)
+    row["loss"] *= 0.9
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    forge(copy)
+    assert found(check(copy), "different") == {"metrics"}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "steps.f64", "results.json"])
+def test_what_is_not_a_plain_file_differs(copy: Path, name: str) -> None:
+    for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")):
+        path = copy / name
+        path.rmdir() if path.is_dir() else path.unlink()
+        make(path)
+        assert "metrics" in found(check(copy, Draw(0, 0, 0.0)), "different")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from harness.browser import Browser
 from harness.ranks import make_world
 from harness.runs import quick_config, train_in
+from paceline.checkpoints.format import MANIFEST, Manifest, read_manifest
 from paceline.cli.main import main
 from paceline.errors import EXIT_FINISHED, EXIT_USER
 from paceline.settings.load import to_yaml
@@ -38,6 +40,17 @@ def test_a_step_is_rebuilt(run: Path) -> None:
     assert math.isclose(sum(view.losses) / 64, view.taken.loss, rel_tol=1e-6)
     total = math.sqrt(sum(norm**2 for norm in view.gradient_norms.values()))
     assert math.isclose(total, view.taken.grad_norm, rel_tol=1e-5)
+
+
+def test_ranks_are_those_of_the_step(run: Path, tmp_path: Path) -> None:
+    """A run may have been continued on another number of ranks."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    with Replay(copy) as replay:
+        first = replay.stored[9]
+        manifest = read_manifest(first)
+        (first / MANIFEST).write_bytes(Manifest(manifest.files, {**manifest.about, "world_size": 2}).to_bytes())
+        assert [rebuild_step(replay, step, lambda text: None).ranks.ranks for step in (2, 11)] == [2, 1]
 
 
 @pytest.mark.long

@@ -57,7 +57,8 @@ function drawBarLabels({ svg, box, toX }, labels, isSlanted) {
     if (isSlanted && n % every) return;
     const x = toX(n).toFixed(1), y = box.bottom + (isSlanted ? 12 : 16);
     const turn = isSlanted ? { transform: `rotate(-40 ${x} ${y})`, "text-anchor": "end" } : { "text-anchor": "middle" };
-    svg.append(make("text", { x, y, ...turn }, shorten(label, isSlanted ? 110 : 400)));
+    const room = Math.min(110, (toX(n) - 4) / Math.cos((40 * Math.PI) / 180)); // the first labels end at the left edge
+    svg.append(make("text", { x, y, ...turn }, shorten(label, isSlanted ? room : 400)));
   });
 }
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoints.capture import model_tensors
 from paceline.checkpoints.difference import compare_step
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.identity import SILENT
@@ -60,6 +61,7 @@ class Window:
     same: int  # the last common checkpoint with equal tensors; 0: the start
     differs: int | None  # None: no difference is recorded
     end: int  # the last step that a replay has to take
+    last_steps: tuple[int, int]  # of the two runs
     lines: tuple[str, ...]
 
 
@@ -127,8 +129,9 @@ def find_window(first: RunRecord, second: RunRecord) -> Window:
     text = compare_records(first, second)
     row = int(text.first_step.what) if text.first_step is not None else None
     traced = _first_other(*(read_trace(RunFolder(record.path).steps) for record in (first, second)))
-    last = min(record.results.get("steps") or max(_steps(record), default=0) for record in (first, second))
-    is_end_other = bool(text.other_hashes)
+    ends = [int(record.results.get("steps") or max(_steps(record), default=0)) for record in (first, second)]
+    last = min(ends)
+    is_end_other = ends[0] == ends[1] and bool(text.other_hashes)  # the longer run has other final weights
     known = [step for step in (parted, traced, row, last if is_end_other else None) if step is not None]
     differs = min(known, default=None)
     same = max((step for step in common[:place] if differs is None or step < differs), default=0)
@@ -139,7 +142,8 @@ def find_window(first: RunRecord, second: RunRecord) -> Window:
         names = {traced: "loss or gradient norm", parted: "checkpoint", row: "logged loss"}
         lines.append(f"differs   {names.get(differs, 'final weights')} of step {differs}")
     is_traced = differs is not None and differs == traced
-    return Window(same, differs, traced if is_traced and traced else parted or last, tuple(lines))
+    end = traced if is_traced and traced else parted or last
+    return Window(same, differs, end, (ends[0], ends[1]), tuple(lines))
 
 
 def _first_other(first: Iterable[Numbers], second: Iterable[Numbers]) -> int | None:
@@ -204,12 +208,13 @@ class _Work:
         self.numbers: tuple[dict[int, Numbers], dict[int, Numbers]] = ({}, {})  # of the replayed steps
         self._states: tuple[State, State] = ((), ())  # after the step that differs
         self._candidates: list[Candidate] = []
-        self.can_be_same = [replay.ranks_of_run().can_give_same_bits for replay in (first, second)]
+        self.can_be_same = [False, False]  # whether a replay has the bits of the run
 
     def find(self) -> None:
         first, second = self._pair
         self._start(first)
         self._start(second)
+        self.can_be_same = [replay.trained.can_give_same_bits for replay in self._pair]
         self._require_same_parts()
         configs = [flatten(replay.session.config) for replay in self._pair]
         self._found.step = self._find_step()
@@ -244,7 +249,8 @@ class _Work:
             )
 
     def _require_same_parts(self) -> None:
-        shapes = [{name: tuple(value.shape) for name, value in state_of(replay).items()} for replay in self._pair]
+        tensors = [model_tensors(replay.components.model.module) for replay in self._pair]
+        shapes = [{name: tuple(value.shape) for name, value in part.items()} for part in tensors]
         other = next((name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name)), None)
         if other is not None:
             raise UserError(
@@ -270,7 +276,8 @@ class _Work:
     def _find_place(self, step: int) -> Place | None:
         first, second = self._pair
         if step == self._window.same:
-            return Place(f"the initial weights, first {first_tensor(state_of(first), state_of(second))}")
+            where = "the state after it" if step else "the initial state"
+            return Place(f"{where}, first {first_tensor(state_of(first), state_of(second))}")
         for replay in self._pair:
             self._start(replay)
             for _ in replay.steps(step - 1):

@@ -56,7 +56,7 @@ def rebuild_step(replay: Replay, step: int, say: Callable[[str], None]) -> StepV
     replay.components.model.module.load_state_dict(before)
     trace = read_trace(RunFolder(replay.run).steps)
     recorded = trace[step - 1] if step <= len(trace) and trace[step - 1] != UNKNOWN else None
-    return StepView(start, taken, recorded, losses_of(replay, taken), norms, replay.ranks_of_run())
+    return StepView(start, taken, recorded, losses_of(replay, taken), norms, replay.trained)
 
 
 @torch.no_grad()

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from paceline.checkpoints.ledger import Entry
 from paceline.checkpoints.payload import PayloadReader
-from paceline.checkpoints.store import open_checkpoint
+from paceline.checkpoints.store import Checkpoint, open_checkpoint
 from paceline.data.order import samples_of
 from paceline.metrics.step_trace import UNKNOWN, Numbers, read_trace
 from paceline.runs.folder import RunFolder
 from paceline.settings.samples import excluded_ids
 from paceline.tools.trust.findings import Findings
+from paceline.tools.trust.stored import check_use_of_samples, first_start
 from paceline.training.receipt import order_link
 from paceline.training.replay import Replay
 
@@ -69,12 +70,21 @@ def choose_stretches(total: int, starts: list[int], saved: list[int], draw: Draw
     return stretches
 
 
-def replay_draw(replay: Replay, links: dict[str, Any], draw: Draw, reasons: list[str], findings: Findings) -> int:
-    """Replay some steps and add what was found. Returns how many steps were replayed and agree."""
+def replay_draw(
+    replay: Replay, sound: list[Checkpoint], links: dict[str, Any], draw: Draw, reasons: list[str], findings: Findings
+) -> int:
+    """Replay some steps and add what was found. Returns how many steps were replayed and agree.
+
+    `sound`: the stored checkpoints that are what the receipt says.
+    """
     total = int(links["results"]["steps"] or 0)
     entries: dict[int, Entry] = {int(entry["step"]): entry for entry in links["checkpoints"]}
     trace = read_trace(RunFolder(replay.run).steps)
-    starts = [0, *(step for step in replay.stored if step < total and step in entries)]
+    earliest = first_start(links)
+    starts = [step for step in (0, *replay.stored) if earliest <= step < total]
+    if not starts:
+        findings.add("not proved", "steps", f"no checkpoint is stored after step {earliest}, where the data changed")
+        return 0
     if reasons:
         limit = _COMPARABLE_STEPS * len(starts)
         draw = replace(draw, at_most=min(draw.at_most or limit, limit))
@@ -83,6 +93,8 @@ def replay_draw(replay: Replay, links: dict[str, Any], draw: Draw, reasons: list
         findings.add("not proved", "steps", "none was replayed")
         return 0
     replay.start_at(starts[-1])  # earlier steps of a resumed run may have had other settings, such as max_steps
+    if not check_use_of_samples(replay, sound, links, findings):
+        return 0
     if not _check_plan(replay, links["order"], total, findings):
         return 0
     checker = _Checker(replay, trace, entries, None if not reasons else draw.tolerance)

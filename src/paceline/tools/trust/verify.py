@@ -9,26 +9,38 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.checkpoints.format import STATE, step_folders, step_of
-from paceline.checkpoints.ledger import Entry, hash_checkpoint, hash_entry, hash_state
-from paceline.checkpoints.store import Checkpoint, open_checkpoint
+from paceline.checkpoints.format import step_of
+from paceline.checkpoints.resume import restore_weights
+from paceline.checkpoints.store import Checkpoint, pointed_at
 from paceline.data.fingerprint import differences, fingerprint_of
 from paceline.data.registry import load_dataset
 from paceline.errors import CheckpointError, DataError, PacelineError, UserError
+from paceline.metrics.recorder import read_rows
+from paceline.metrics.step_trace import UNKNOWN, read_trace
+from paceline.runs.comparison import logged_losses
 from paceline.runs.environment import versions_of_packages
 from paceline.runs.folder import RunFolder
 from paceline.runs.json_files import read_object
-from paceline.runs.receipt import NO_HASH, Receipt, hash_file, hash_package
+from paceline.runs.receipt import Receipt, hash_file, hash_package
 from paceline.runs.trust import hash_code, require_trusted_code
 from paceline.runtime.detect import ALONE, build_world
-from paceline.settings.load import load_config, load_saved
+from paceline.settings.load import load_config
 from paceline.settings.schema import Config
 from paceline.tools.trust.findings import Findings
 from paceline.tools.trust.replayed import Draw, replay_draw
+from paceline.tools.trust.stored import (
+    check_checkpoints,
+    check_data_of_states,
+    check_settings,
+    complete,
+    first_start,
+)
 from paceline.training.bad_numbers import RollBack
 from paceline.training.receipt import config_link, describe_processor, metrics_link, results_link
 from paceline.training.replay import Replay
-from paceline.training.reuse import evaluate_run, open_run
+from paceline.training.validate import evaluate_part
+
+_ROUNDED = 1e-5  # a mean over steps is summed in another order than the run did
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,9 @@ def verify_run(run: Path, receipt: Receipt, flags: list[Any], draw: Draw) -> Pro
     is_same_config = _check_config(run, links, findings)
     is_same_code = _check_code(config, links["code"], findings)
     _check_files(RunFolder(run), links, findings)
-    _check_checkpoints(run, links, findings)
+    _check_losses(RunFolder(run), config.run.log_frequency, findings)
+    sound = check_checkpoints(run, links, findings)
+    check_settings(config, sound, links, findings)
     reasons = other_bits(config, links)
     is_same_data = _check_data(config, links["data"], findings)
     total = int(links["results"]["steps"] or 0)
@@ -71,8 +85,10 @@ def verify_run(run: Path, receipt: Receipt, flags: list[Any], draw: Draw) -> Pro
     if is_same_data and is_same_config and is_same_code:
         try:
             with Replay(run, flags) as replay:
-                replayed = replay_draw(replay, links, draw, reasons, findings)
-            _check_test(run, flags, links, draw.tolerance if reasons else None, findings)
+                replay.stored = {checkpoint.step: checkpoint.path for checkpoint in sound}
+                if check_data_of_states(sound, links, findings):
+                    replayed = replay_draw(replay, sound, links, draw, reasons, findings)
+                    _check_test(replay, sound, links, draw.tolerance if reasons else None, findings)
         except (CheckpointError, UserError, DataError) as error:
             is_other_run = isinstance(error.__cause__, RollBack) and not (reasons or links["config"].get("inject"))
             text = f"they cannot be replayed here: {error.what}"
@@ -88,41 +104,13 @@ def _check_config(run: Path, links: dict[str, Any], findings: Findings) -> bool:
     except PacelineError as error:
         findings.add("different", "config", f"config.yaml: {error.what}")
         return False
-    then = _complete(links["config"])
+    then = complete(links["config"])
     now["inject"] = then["inject"]  # config.yaml never has it
     if then["inject"]:
         findings.add(
             "not proved", "config", f"faults were injected into the run, not into the replay: {then['inject']}"
         )
     return findings.compare("config", then, now, f"{len(links['config'])} settings of config.yaml")
-
-
-def _complete(link: dict[str, Any]) -> dict[str, Any]:
-    """A setting that is newer than the receipt had its default then."""
-    return {**config_link(Config()), **link}
-
-
-def _check_settings(stored: list[Checkpoint], links: dict[str, Any], findings: Findings) -> None:
-    """A replay uses the settings in the checkpoints. A resumed run may have changed some: they are named."""
-    then, last = _complete(links["config"]), int(links["results"]["steps"])
-    initial, others = "", {}  # in `others`: the last step that was trained with other values, by their names
-    for checkpoint in stored:
-        try:
-            config = load_saved(checkpoint.state["config"], checkpoint.path / STATE).config
-        except (PacelineError, KeyError, AttributeError):
-            findings.add("different", "config", f"the checkpoint of step {checkpoint.step} has no valid settings")
-            continue
-        now, initial = config_link(config), initial or config.run.init_from
-        names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-        if names and checkpoint.step == last:
-            findings.compare("config", then, now, "")
-        elif names:
-            others[", ".join(names[:8])] = checkpoint.step
-    for values, step in others.items():
-        text = f"steps up to {step} were trained with another value of {values}; they are replayed with it"
-        findings.add("not proved", "config", text)
-    if initial:
-        findings.add("not proved", "weights", f"how the initial weights were trained: --init-from {initial}")
 
 
 def _check_code(config: Config, link: dict[str, Any], findings: Findings) -> bool:
@@ -150,59 +138,35 @@ def _check_files(folder: RunFolder, links: dict[str, Any], findings: Findings) -
         for name in names:
             text = f"{name}: {links['results'][name]} in the receipt, {values.get(name)} in {folder.results.name}"
             findings.add("different", "results", text)
-    text = "accuracies in metrics.jsonl, and all of results.json but the test, the steps and the weights"
+    text = "accuracies and validation in metrics.jsonl, and all of results.json but the test, the steps and the weights"
     findings.add("not proved", "metrics", f"{text}: no validation is repeated")
 
 
-def _check_checkpoints(run: Path, links: dict[str, Any], findings: Findings) -> None:
-    """The stored ones have the recorded weights. The record itself is a chain, whose end is the weights of the run."""
-    entries: list[Entry] = links["checkpoints"]
-    previous = NO_HASH
-    for entry in entries:
-        if entry["previous"] != previous or hash_entry(entry) != entry["hash"]:
-            findings.add("different", "weights", f"the record of checkpoints breaks at step {entry['step']}")
+def _check_losses(folder: RunFolder, log_frequency: int, findings: Findings) -> None:
+    """The losses that people read are the means of the losses of the steps, which a replay compares.
+
+    A row that was lost, on a full disk, makes the interval of the next one longer: such an interval is left out.
+    """
+    trace, rows = read_trace(folder.steps), read_rows(folder.metrics_jsonl)
+    parts = [(f"step {end}", start, end, loss) for (start, end), loss in logged_losses(rows).items()]
+    parts = [part for part in parts if part[2] - part[1] <= log_frequency]
+    before = 0
+    for row in rows:
+        if row.get("phase") == "train":
+            parts.append((f"epoch {row['epoch']}", before, row["step"], row["loss"]))
+            before = row["step"]
+    checked = 0
+    for name, start, end, loss in parts:
+        numbers = trace[start:end]
+        losses = [loss for loss, _ in numbers if not math.isnan(loss)]
+        if len(numbers) != end - start or UNKNOWN in numbers or not losses:
+            continue
+        mean, checked = sum(losses) / len(losses), checked + 1
+        if not _is_close(mean, loss, _ROUNDED, _ROUNDED):
+            text = f"{name}: loss {loss:.7g} in {folder.metrics_jsonl.name}, {mean:.7g} by its steps"
+            findings.add("different", "metrics", text)
             return
-        previous = entry["hash"]
-    by_step = {int(entry["step"]): entry for entry in entries}
-    stored = sorted(step_folders(run / "checkpoints"), key=step_of)
-    bad, opened = 0, []
-    for path in stored:
-        try:
-            checkpoint = open_checkpoint(path)
-            fault = _fault_of(checkpoint, by_step.get(checkpoint.step))
-            opened.append(checkpoint)
-        except CheckpointError as error:
-            fault = error.what
-        if fault:
-            bad += 1
-            findings.add("different", "weights", f"checkpoint of step {step_of(path)}: {fault}")
-    results, steps = links["results"], int(links["results"]["steps"])
-    last = by_step.get(steps)
-    if last is not None and last["tensors"].get("model") != results["weights_sha256"]:
-        findings.add("different", "weights", "the last checkpoint does not have the weights of the results")
-        bad += 1
-    elif last is None:
-        findings.add("not proved", "weights", f"the last ones: no checkpoint of step {steps} is recorded")
-    if max(by_step, default=0) > steps:
-        bad += 1
-        text = f"a checkpoint of step {max(by_step)} is recorded, and results of step {steps}"
-        findings.add("different", "weights", text)
-    _check_settings(opened, links, findings)
-    if stored and not bad:
-        findings.add("proved", "weights", f"every bit of {len(stored)} stored checkpoints ({len(entries)} were saved)")
-    elif not stored:
-        text = f"none of its {len(entries)} checkpoints is stored: a replay starts at step 0"
-        findings.add("not proved", "weights", text)
-
-
-def _fault_of(checkpoint: Checkpoint, entry: Entry | None) -> str:
-    if entry is None:
-        return "it is not in the receipt"
-    hashes = hash_checkpoint(checkpoint)
-    other = [kind for kind in sorted({*hashes, *entry["tensors"]}) if hashes.get(kind) != entry["tensors"].get(kind)]
-    if other:
-        return f"other bits in {', '.join(other)}"
-    return "" if hash_state(checkpoint.path) == entry["state"] else "another state.json"
+    findings.add("proved", "metrics", f"{checked} logged training losses are the means of their steps")
 
 
 def _check_data(config: Config, link: dict[str, Any], findings: Findings) -> bool:
@@ -244,17 +208,33 @@ def other_bits(config: Config, links: dict[str, Any]) -> list[str]:
 
 
 def _check_test(
-    run: Path, flags: list[Any], links: dict[str, Any], tolerance: float | None, findings: Findings
+    replay: Replay, sound: list[Checkpoint], links: dict[str, Any], tolerance: float | None, findings: Findings
 ) -> None:
-    """The accuracy and the loss of the test, once more. `tolerance`: None to compare bits."""
-    lanes, link = links["machine"]["lanes"], links["results"]
+    """The accuracy and the loss of the test, once more, by the code and the settings of the receipt.
+
+    `tolerance`: None to compare bits.
+    """
+    link, last = links["results"], sound[-1] if sound else None
+    if last is None:
+        findings.add("not proved", "results", "the test cannot be repeated here: the run has no checkpoint")
+        return
+    best = pointed_at(replay.run / "checkpoints", "best")
+    step = step_of(best) if best is not None else int(last.state.get("best_step", 0)) or last.step
+    checkpoint = next((one for one in sound if one.step == step), None)
+    if checkpoint is None:
+        findings.add("not proved", "results", f"the test used the checkpoint of step {step}, which is not stored")
+        return
+    if step <= first_start(links) and links["data"]["accepted"]:
+        findings.add("not proved", "results", f"the test used the checkpoint of step {step}, of other data")
+        return
+    if checkpoint.state.get("best_epoch") != link.get("best_epoch"):
+        text = f"best_epoch: {link.get('best_epoch')} in the receipt, {checkpoint.state.get('best_epoch')} in it"
+        findings.add("different", "results", f"the best checkpoint is of step {step}\n{text}")
+        return
     try:
-        opened = open_run(run, [*flags, *(["--lanes", str(lanes)] if lanes else [])])
-        best = opened.checkpoint.state.get("best_step", 0)
-        if best not in (0, opened.checkpoint.step):
-            findings.add("not proved", "results", f"the test used the checkpoint of step {best}, which is not stored")
-            return
-        found = evaluate_run(opened)
+        replay.start_at(step)
+        restore_weights(checkpoint, replay.components.model.module)
+        found = evaluate_part(replay.session, replay.components.test_data)
     except PacelineError as error:
         findings.add("not proved", "results", f"the test cannot be repeated here: {error.what}")
         return

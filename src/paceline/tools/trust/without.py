@@ -14,7 +14,6 @@ from paceline.data.changes import changed_samples, excluded_samples, with_new_la
 from paceline.data.dataset import LoadedData
 from paceline.data.loader import Loader
 from paceline.data.registry import load_dataset
-from paceline.data.sampling import sampling_of
 from paceline.errors import UserError
 from paceline.models.registry import build_model
 from paceline.parallel.apply import autocast
@@ -24,7 +23,7 @@ from paceline.settings.samples import shorten
 from paceline.training.evaluate import average_over_views
 from paceline.training.plan import make_plan, split_samples
 from paceline.training.reuse import OpenRun, load_test_data, open_run
-from paceline.training.unseen import Usage, looks_at_data
+from paceline.training.unseen import find_usage
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,14 @@ def find_cost(run: Path, before: LoadedConfig, after: LoadedConfig, data: Loaded
     """`before`: the settings of the run; `after`: the same with other `exclude` or `relabel`."""
     config = before.config
     data = data or load_dataset(config.data, config.train.seed)
-    train, validation = split_samples(data.info, config)
+    train, _ = split_samples(data.info, config)
     excluded_samples(data, after.config.data, train)  # they exist
     with_new_labels(data, after.config.data)
     lanes = config.parallel.lanes or 1
     plan = make_plan(replace(config, parallel=replace(config.parallel, lanes=lanes)), data.info, 1)
     with torch.device("meta"):
         model = build_model(config.model, plan.input_shape, data.info.num_classes, load_weights=False)
-    held_out = validation if data.validation is None else validation[:0]
-    usage = Usage(plan, train, held_out, sampling_of(config.data, data.train, train), looks_at_data(model))
+    usage = find_usage(plan, data.train, model)
     samples = changed_samples(config.data, after.config.data)
     first = usage.first_use(samples) if samples else None
     return Cost(samples, first, _find_start(run, first), plan.last_step)
