@@ -234,6 +234,22 @@ def huge_header(kind: bytes) -> Callable[[Path], None]:
     return write
 
 
+def negative_size(name: str) -> Callable[[Path], None]:
+    """A size that leads back into the file. Python before 3.13.6 accepts it."""
+
+    def write(path: Path) -> None:
+        header = tarfile.TarInfo(name)
+        header.size = -1024
+        path.write_bytes(write_tar(path, [("train/ant/1.jpg", b"x")]).read_bytes()[:1024] + header.tobuf() + bytes(1024))
+
+    return write
+
+
+def two_archives(path: Path) -> None:
+    """As `cat` joins them."""
+    path.write_bytes(b"".join(write_tar(path, [(f"train/{name}/1.jpg", b"x")]).read_bytes() for name in ("ant", "bee")))
+
+
 TARS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a symbolic link": (special(tarfile.SYMTYPE), "a link"),
     "a hard link": (special(tarfile.LNKTYPE), "a link"),
@@ -245,6 +261,9 @@ TARS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a damaged header": (damaged_header, "no header at byte 14,336"),
     "huge pax records": (huge_header(tarfile.XHDTYPE), "a header of 1,152,921,504,606,846,976 bytes"),
     "a huge long name": (huge_header(tarfile.GNUTYPE_LONGNAME), "a header of 1,152,921,504,606,846,976 bytes"),
+    "a negative size": (negative_size("train/ant/2.jpg"), "-1,024 bytes for train/ant/2.jpg"),
+    "a label of a negative size": (negative_size("train/ant/1.cls"), "-1,024 bytes for train/ant/1.cls"),
+    "two archives in a file": (two_archives, "behind its end at byte 1,024"),
     "no tar file": (lambda path: path.write_bytes(b"x" * 5000), "all.tar"),
     "empty": (lambda path: path.write_bytes(b""), "all.tar"),
     "compressed": (lambda path: path.write_bytes(b"\x1f\x8b" + bytes(2000)), "gzip"),

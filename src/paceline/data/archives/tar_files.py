@@ -23,6 +23,7 @@ _JSON_KEYS = ("label", "cls", "class", "class_name", "category", "wnid")
 _LARGEST_LABEL_BYTES = 2**20
 _LARGEST_LABEL_TEXT = 200
 _LARGEST_HEADER_BYTES = 2**20  # of a long name or of pax records
+_LARGEST_PADDING_BYTES = 2**20  # zeros behind the end: tar fills its last record, of 10 KiB or as --blocking-factor says
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 _HINT = "pack the pictures as plain files: tar --format=pax -cf FILE FOLDER"
 
@@ -80,6 +81,9 @@ def _members(file: IO[bytes], where: str, advance: Callable[[int], None]) -> Ite
         with tarfile.open(fileobj=cast(IO[bytes], _Headers(file)), mode="r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # a million headers would take a gigabyte
+                if member.size < 0:
+                    name = printable_line(member.name)[:200]
+                    raise damaged_archive(where, f"it states {member.size:,} bytes for {name}")
                 if member.offset_data + member.size > size_bytes:
                     raise damaged_archive(where, f"it is truncated in {printable_line(member.name)[:200]}")
                 advance(member.offset_data - behind)
@@ -141,6 +145,9 @@ def _require_end(file: IO[bytes], end: int, where: str) -> None:
         raise damaged_archive(where, "it is truncated: its end is missing")
     if any(block):
         raise damaged_archive(where, f"there is no header at byte {end:,}")
+    if any(file.read(_LARGEST_PADDING_BYTES)):  # a second archive: its pictures would be left out
+        hint = "one file for each archive; tar --concatenate joins two"
+        raise damaged_archive(where, f"there are more bytes behind its end at byte {end:,}", hint)
 
 
 def _split_key(name: str) -> tuple[str, str]:
