@@ -153,6 +153,49 @@ def test_a_store_that_does_not_answer_ends_with_its_name(pictures: Path, monkeyp
     assert "the connection was lost" in failure.value.screen()
 
 
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_indexing_survives_short_and_lost_answers(
+    kind: str, pictures: Path, tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room for copies, archives are read through a file object."""
+    if kind == "zip":
+        store.put_file(str(write_zip(pictures, tmp_path / "all.zip")), "/bucket/zips/all.zip")
+    answers = {"short": 0, "lost": 0}
+    whole = MemoryFileSystem.cat_file
+
+    def cat(self: Any, *args: Any, **more: Any) -> bytes:
+        content: bytes = whole(self, *args, **more)
+        if answers["lost"] < 4:
+            answers["lost"] += 1
+            raise ConnectionResetError("the connection was lost")
+        if answers["short"] < 3:
+            answers["short"] += 1
+            return content[: len(content) // 2]
+        return content
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat)
+    monkeypatch.setattr(MemoryFileSystem, "open", None)
+    require_samples(load_dataset(config(0, "memory://bucket/zips" if kind == "zip" else URL), 0), pictures)
+    assert answers == {"short": 3, "lost": 4}
+
+
+def test_a_copy_that_is_cut_is_fetched_again(
+    pictures: Path, tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cuts = MemoryFileSystem.get_file, list[str]()
+
+    def get(self: Any, remote: str, local: str, **more: Any) -> None:
+        whole(self, remote, local, **more)
+        if len(cuts) < 2:
+            cuts.append(remote)
+            Path(local).write_bytes(Path(local).read_bytes()[:-1])
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get)
+    require_samples(load_dataset(config(), 0), pictures)
+    assert len(cuts) == 2
+    assert len(copies(tmp_path)) == 2 * SHARDS
+
+
 def test_wrong_places(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match="no archives"):
         load_dataset(config(url="memory://bucket/nothing"), 0)

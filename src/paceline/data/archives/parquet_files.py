@@ -35,6 +35,8 @@ def open_parquet(file: Any, where: str) -> Any:
         ) from error
     try:
         return parquet.ParquetFile(file)
+    except DataError:  # of a store
+        raise
     except Exception as error:  # pyarrow has its own classes for damaged files
         raise damaged_archive(where, _line(error)) from error
 
@@ -157,6 +159,8 @@ def read_row_group(file: Any, where: str, row: int) -> tuple[int, list[bytes]]:
                 cells = source.read_row_group(group, columns=[image]).column(image).to_pylist()
                 return first, [_picture_of(cell)[0] for cell in cells]
             first += size
+    except DataError:
+        raise
     except Exception as error:
         raise damaged_archive(where, _line(error)) from error
     raise damaged_archive(where, f"it has no row {row:,}")
