@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,7 +140,8 @@ def test_a_store_that_fails_for_a_while_is_survived(pictures: Path, monkeypatch:
 
 
 def test_a_store_that_does_not_answer_ends_with_its_name(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = load_dataset(config(cache_gb=0), 0)
+    # A picture that cannot be read now is not replaced by grey.
+    data = load_dataset(replace(config(cache_gb=0), unreadable=5), 0)
     monkeypatch.setenv("PACELINE_STORAGE_PATIENCE_S", "0.1")
 
     def fail(self: Any, *args: Any, **more: Any) -> Any:
