@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from harness.archive_files import make_pictures, write_parquet
 from harness.extras import need_packages
 from paceline.cli.main import main
+from paceline.data.archives import file_cache
 from paceline.data.fingerprint import fingerprint_of
 from paceline.data.registry import load_dataset
 from paceline.errors import DataError, UserError
@@ -83,6 +86,19 @@ def test_a_damaged_copy_is_made_again(pictures: Path, parquet: Path, cache: Path
     assert torch.equal(data.train.read(every), wanted.train.read(every))
     for path in copies:
         path.unlink()
+    assert torch.equal(data.train.read(every), wanted.train.read(every))
+
+
+def test_a_cache_whose_disk_fails_is_no_error(
+    pictures: Path, parquet: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, wanted = load_dataset(config(parquet), 0), load_dataset(config(pictures), 0)
+
+    def fail(*of: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(file_cache, "read_at", fail)
+    every = torch.arange(len(data.train))
     assert torch.equal(data.train.read(every), wanted.train.read(every))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -304,6 +305,35 @@ def test_the_cache_is_bounded_and_keeps_what_is_needed(tmp_path: Path, monkeypat
     monkeypatch.setattr(file_cache, "_USED_LATELY_S", -1.0)
     assert add(3, [3], [3]) == Outcome.KEPT
     assert sum(path.stat().st_size for path in (tmp_path / "copies").glob("*.data")) <= 250
+
+
+def test_a_cache_whose_disk_fails_is_no_error(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = load_dataset(config(), 0)
+
+    def fail(*of: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(file_cache, "read_at", fail)
+    require_samples(data, pictures)
+    assert len(copies(tmp_path)) == 2  # of files without pictures
+
+
+def test_a_cache_that_is_deleted_is_no_error(pictures: Path, tmp_path: Path) -> None:
+    cache, keys = FileCache(tmp_path / "copies", 250), [f"{number:032x}" for number in range(2)]
+
+    def add(key: str, *, deletes: bool) -> Outcome:
+        def write(path: Path) -> None:
+            path.write_bytes(b"x")
+            if deletes:
+                shutil.rmtree(tmp_path / "copies")
+
+        return cache.add(key, 1, write, own=keys, keep=())
+
+    assert add(keys[0], deletes=True) == Outcome.FULL
+    assert add(keys[1], deletes=False) == Outcome.KEPT
+    data = load_dataset(config(), 0)
+    shutil.rmtree(tmp_path / "cache")
+    require_samples(data, pictures)
 
 
 def test_files_that_are_being_written_count(tmp_path: Path) -> None:

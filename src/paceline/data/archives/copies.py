@@ -56,14 +56,11 @@ class CopiedFiles:
     def read_row(self, file: DataFile, row: int, start: int, size: int) -> bytes:
         """A picture of a parquet file. Waits for the copy of its file: nothing else is fast."""
         content = self._cache.read(self._keys[file], start, size)
-        while content is None:
-            outcome = self._add(file)
-            if outcome == Outcome.FULL:
-                return self._read_from_group(file, row)
-            if outcome == Outcome.BUSY:
+        if content is None:
+            while self._add(file) == Outcome.BUSY:
                 time.sleep(_BUSY_PAUSE_S)
             content = self._cache.read(self._keys[file], start, size)
-        return content
+        return self._read_from_group(file, row) if content is None else content
 
     def read_again(self, file: DataFile, row: int | None, start: int, size: int) -> bytes:
         """After a damaged copy: drop it, and read the origin. `row`: of a parquet file."""

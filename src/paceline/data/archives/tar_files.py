@@ -23,9 +23,7 @@ _JSON_KEYS = ("label", "cls", "class", "class_name", "category", "wnid")
 _LARGEST_LABEL_BYTES = 2**20
 _LARGEST_LABEL_TEXT = 200
 _LARGEST_HEADER_BYTES = 2**20  # of a long name or of pax records
-_LARGEST_PADDING_BYTES = (
-    2**20
-)  # zeros behind the end: tar fills its last record, of 10 KiB or as --blocking-factor says
+_LARGEST_PADDING_BYTES = 2**20  # zeros behind the end: tar fills its last record
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 _HINT = "pack the pictures as plain files: tar --format=pax -cf FILE FOLDER"
 
