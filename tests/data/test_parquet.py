@@ -115,6 +115,27 @@ def test_pictures_without_names(tmp_path: Path) -> None:
     ]
 
 
+def test_a_test_file_without_labels_is_skipped(
+    pictures: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in ImageNet on Hugging Face: the validation pictures are the test pictures."""
+    need_packages("pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    to = write_parquet(pictures, tmp_path / "to")
+    for path in to.glob("test-*"):
+        table = pq.read_table(path)
+        labels = pa.array([-1] * len(table), pa.int64())
+        pq.write_table(table.set_column(table.schema.get_field_index("label"), "label", labels), path)
+    assert main(["data", "check", str(to)]) == 0
+    assert "10 train and 4 test pictures" in capsys.readouterr().out
+    data = load_dataset(config(to), 0)
+    assert data.info.num_skipped == 2
+    assert not data.info.num_validation
+    assert sum(path.stat().st_size == 0 for path in (cache / "data").glob("*.data")) == 2  # not copied
+
+
 def test_wrong_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need_packages("pyarrow")
     import pyarrow as pa

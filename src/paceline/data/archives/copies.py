@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.archives.arrange import part_word
 from paceline.data.archives.entries import Entries
 from paceline.data.archives.file_cache import FileCache, Outcome
 from paceline.data.archives.index_file import file_key
@@ -26,6 +27,7 @@ from paceline.data.archives.schedule import Schedule
 from paceline.data.archives.store_place import StorePlace
 from paceline.data.archives.tar_files import index_tar
 from paceline.data.archives.zip_files import index_zip
+from paceline.data.parts import TEST, part_named
 from paceline.errors import PacelineError
 
 _log = logging.getLogger("paceline")
@@ -93,7 +95,7 @@ class CopiedFiles:
                 return index_tar(copy, where, advance, with_checksums=True)
         with self._place.open(file) as stream:  # no room for a copy, or a copy without an index
             if file.kind == PARQUET:
-                return index_parquet(stream, where, advance)
+                return index_parquet(stream, where, advance, is_test=_is_test(file))
             return index_tar(stream, where, advance, with_checksums=True)
 
     def announce(self, part: str, files: NDArray[np.int32]) -> None:
@@ -146,7 +148,7 @@ class CopiedFiles:
 
     def _unpack(self, file: DataFile, draft: Path, advance: Callable[[int], None]) -> Entries:
         with self._place.open(file) as stream, draft.open("r+b") as copy:
-            entries = index_parquet(stream, self._place.where(file.name), advance, copy)
+            entries = index_parquet(stream, self._place.where(file.name), advance, copy, is_test=_is_test(file))
             copy.truncate()
             return entries
 
@@ -168,3 +170,7 @@ class CopiedFiles:
                 return
             self._told.add(once or line)
         _log.warning(line)
+
+
+def _is_test(file: DataFile) -> bool:
+    return part_named(part_word(file.name)) == TEST

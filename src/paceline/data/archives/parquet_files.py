@@ -20,6 +20,7 @@ from paceline.settings.extras import how_to_install
 
 _IMAGES = ("image", "img", "picture")
 _LABELS = ("label", "labels", "fine_label", "class", "cls", "target")
+_NO_LABEL = -1  # Hugging Face's mark
 _BATCH_ROWS = 64
 _LARGEST_TEXT = 200
 
@@ -42,12 +43,20 @@ def open_parquet(file: Any, where: str) -> Any:
 
 
 def index_parquet(
-    file: Any, where: str, advance: Callable[[int], None] = lambda size: None, copy: IO[bytes] | None = None
+    file: Any,
+    where: str,
+    advance: Callable[[int], None] = lambda size: None,
+    copy: IO[bytes] | None = None,
+    *,
+    is_test: bool = False,
 ) -> Entries:
-    """Reads every row. `copy`: gets the pictures, one after the other."""
+    """Reads every row. `copy`: gets the pictures, one after the other. Skips a test file without any label."""
     source = open_parquet(file, where)
     image, label = _columns(source, where)
     found, place = Entries(classes=_class_names(source, label)), 0
+    if is_test and not _has_labels(source, label, where):
+        found.skip("without labels, as published test pictures often are", f"{source.metadata.num_rows:,} rows")
+        return found
     paths: list[str] = []
     total = max(1, source.metadata.num_rows)
     size_bytes = sum(source.metadata.row_group(n).total_byte_size for n in range(source.metadata.num_row_groups))
@@ -110,6 +119,19 @@ def _is_label(kinds: Any, kind: Any) -> bool:
     return bool(kinds.is_integer(kind) or kinds.is_string(kind) or kinds.is_large_string(kind))
 
 
+def _has_labels(source: Any, label: str, where: str) -> bool:
+    try:
+        return any(
+            value is not None and value != _NO_LABEL
+            for batch in source.iter_batches(columns=[label])
+            for value in batch.column(0).to_pylist()
+        )
+    except DataError:
+        raise
+    except Exception as error:
+        raise damaged_archive(where, _line(error)) from error
+
+
 def _rows(source: Any, image: str, label: str, where: str) -> Iterator[tuple[bytes, str, object]]:
     try:
         for batch in source.iter_batches(_BATCH_ROWS, columns=[image, label]):
@@ -132,7 +154,7 @@ def _picture_of(cell: Any) -> tuple[bytes, str]:
 
 def _label_text(value: object, where: str) -> bytes:
     text = "" if value is None else str(value)
-    if not 0 < len(text) <= _LARGEST_TEXT or text == "-1":  # -1: Hugging Face's mark for no label
+    if not 0 < len(text) <= _LARGEST_TEXT or text == str(_NO_LABEL):
         raise DataError("a picture has no label", where=where, got=printable_line(repr(value))[:80])
     return text.encode("utf-8", "surrogateescape")
 
