@@ -16,6 +16,7 @@ import torch
 from harness.archive_files import as_tree, make_pictures, write_tar, write_webdataset, write_zip
 from paceline.cli.main import main
 from paceline.data.archives import opened
+from paceline.data.archives.arrange import part_word
 from paceline.data.dataset import LoadedData
 from paceline.data.fingerprint import differences, fingerprint_of, sample_keys
 from paceline.data.registry import describe_dataset, load_dataset
@@ -276,6 +277,7 @@ TARS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no class folder": (lambda path: write_tar(path, [("1.jpg", b"x")]), "1.jpg"),
     "no label": (lambda path: write_tar(path, [("1.jpg", b"x"), ("2.jpg", b"x"), ("2.cls", b"0")]), "1.jpg"),
     "a label without a class": (lambda path: write_tar(path, [("1.jpg", b"x"), ("1.cls", b" ")]), "''"),
+    "a label -1": (lambda path: write_tar(path, [("1.jpg", b"x"), ("1.cls", b"-1")]), "'-1'"),
     "a label in bad JSON": (lambda path: write_tar(path, [("1.jpg", b"x"), ("1.json", b'{"label": ')]), "1.json"),
     "a label that is a list": (lambda path: write_tar(path, [("1.jpg", b"x"), ("1.json", b'{"cls": [1]}')]), "[1]"),
 }
@@ -396,6 +398,16 @@ def test_data_check_names_damaged_pictures_of_archives(
     assert "test/ant/x.jpg" in shown.err
     assert "test-000009.tar: x.txt" in shown.out
     assert main(["data", "pack", str(tmp_path / "to"), str(tmp_path / "packed")]) == 2
+
+
+def test_the_part_is_a_word_of_the_name(pictures: Path, tmp_path: Path) -> None:
+    """As in ImageNet of timm on Hugging Face: imagenet1k-train-0000.tar."""
+    to = write_webdataset(pictures, tmp_path / "to")
+    for path in [*to.glob("*.tar")]:
+        path.rename(path.with_name(f"pets1k_{path.name}"))
+    require_same(load_dataset(config(to), 0), load_dataset(config(pictures), 0))
+    names = {"pets-train.tar": "train", "train-val.tar": "train", "test/1.tar": "test", "pets-train-test.tar": ""}
+    assert {name: part_word(name) for name in names} == names
 
 
 def test_archives_that_do_not_fit_together(pictures: Path, tmp_path: Path) -> None:

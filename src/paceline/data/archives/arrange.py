@@ -1,7 +1,7 @@
 """Sorts the pictures of archives into parts and classes: by folders in the archives, or by their labels. No torch.
 
-The part is the first folder, or the beginning of the archive's name (train-000.tar). Without parts, about every fifth
-picture is kept for the test, by its name. Without test pictures, the validation pictures are the test pictures.
+The part is the first folder, or a word of the archive's name (train-000.tar, pets-train-000.tar). Without parts, about
+every fifth picture is kept for the test, by its name. Without test pictures, the validation pictures are the test ones.
 """
 
 from __future__ import annotations
@@ -63,10 +63,16 @@ def arrange(
 
 
 def part_word(name: str) -> str:
-    """The word for a part in the name of an archive: its folder, or how its name begins. Empty if there is none."""
+    """The word for a part in the name of an archive: its folder, or a word of its name. Empty if there is none.
+
+    Of several words the first counts if the name begins with it (`train-val.tar`); else they must be one part.
+    """
     folder, base = posixpath.split(name)
-    word = _WORD.match(base)
-    return next((text for text in (folder, word[0] if word else "") if part_named(text)), "")
+    words = [word for word in _WORD.findall(base) if part_named(word)]
+    if part_named(folder):
+        return folder
+    is_clear = words and (base.startswith(words[0]) or len({part_named(word) for word in words}) == 1)
+    return words[0] if is_clear else ""
 
 
 # --- By labels
@@ -220,7 +226,7 @@ def _as_parts(placed: dict[str, list[Row]], where: str) -> Rows:
             "there are training pictures but no test pictures",
             where=where,
             got=f"{len(rows[TRAIN])} training pictures",
-            allowed="archives whose names begin with train and test (also val), or these folders inside",
+            allowed="archives with train and test (also val) in their names, or these folders inside",
         )
     return rows
 
@@ -261,7 +267,7 @@ def _unknown_part(name: str, where: str) -> DataError:
         "the name of an archive says no part of the data",
         where=where,
         got=name,
-        allowed="names that begin with train, val, valid, validation or test",
+        allowed="names with one of the words train, val, valid, validation or test",
         hint="rename it, or move it away",
     )
 

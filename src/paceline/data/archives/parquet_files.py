@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from paceline.data.archives.entries import ROW, Entries, check_picture_size, damaged_archive
+from paceline.data.archives.entries import NO_LABEL, ROW, Entries, check_picture_size, damaged_archive
 from paceline.data.pack_format import crc32_of
 from paceline.errors import DataError, UserError, printable_line
 from paceline.settings.extras import how_to_install
 
 _IMAGES = ("image", "img", "picture")
 _LABELS = ("label", "labels", "fine_label", "class", "cls", "target")
-_NO_LABEL = -1  # Hugging Face's mark
 _BATCH_ROWS = 64
 _LARGEST_TEXT = 200
 
@@ -122,7 +121,7 @@ def _is_label(kinds: Any, kind: Any) -> bool:
 def _has_labels(source: Any, label: str, where: str) -> bool:
     try:
         return any(
-            value is not None and value != _NO_LABEL
+            value is not None and str(value) != NO_LABEL
             for batch in source.iter_batches(columns=[label])
             for value in batch.column(0).to_pylist()
         )
@@ -154,7 +153,7 @@ def _picture_of(cell: Any) -> tuple[bytes, str]:
 
 def _label_text(value: object, where: str) -> bytes:
     text = "" if value is None else str(value)
-    if not 0 < len(text) <= _LARGEST_TEXT or text == str(_NO_LABEL):
+    if not 0 < len(text) <= _LARGEST_TEXT or text == NO_LABEL:
         raise DataError("a picture has no label", where=where, got=printable_line(repr(value))[:80])
     return text.encode("utf-8", "surrogateescape")
 

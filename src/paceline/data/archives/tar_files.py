@@ -10,10 +10,18 @@ import io
 import os
 import posixpath
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import IO, cast
 
-from paceline.data.archives.entries import Entries, check_picture_size, clean_name, damaged_archive, skip_reason
+from paceline.data.archives.entries import (
+    NO_LABEL,
+    Entries,
+    check_picture_size,
+    clean_name,
+    damaged_archive,
+    skip_reason,
+)
 from paceline.data.pack_format import crc32_of
 from paceline.errors import DataError, printable_line
 from paceline.settings.small_files import parse_json
@@ -65,7 +73,7 @@ def _attach_labels(found: Entries, labels: dict[str, bytes], where: str) -> None
             allowed="KEY.cls or KEY.json (with the member label) for each KEY.jpg",
         )
     if len(set(keys)) < len(keys):
-        double = next(key for key in keys if keys.count(key) > 1)
+        double = Counter(keys).most_common(1)[0][0]
         raise DataError("two pictures have the same key", where=where, got=printable_line(double))
     found.labels = [labels[key] for key in keys]
     for key in labels.keys() - set(keys):
@@ -173,9 +181,10 @@ def _read_label(file: IO[bytes], member: tarfile.TarInfo, suffix: str, where: st
             label = given[0]
     except ValueError as error:  # also of text that is not UTF-8
         raise DataError("a label cannot be read", where=where, got=str(error)[:80]) from error
-    if isinstance(label, bool) or not isinstance(label, str | int) or not 0 < len(str(label)) <= _LARGEST_LABEL_TEXT:
+    text = "" if isinstance(label, bool) or not isinstance(label, str | int) else str(label)
+    if not 0 < len(text) <= _LARGEST_LABEL_TEXT or text == NO_LABEL:
         raise DataError("a label is no class", where=where, got=repr(label)[:80], allowed="a name or a whole number")
-    return str(label).encode()
+    return text.encode()
 
 
 def _read_member(file: IO[bytes], member: tarfile.TarInfo) -> bytes:
