@@ -136,6 +136,28 @@ def test_a_test_file_without_labels_is_skipped(
     assert sum(path.stat().st_size == 0 for path in (cache / "data").glob("*.data")) == 2  # not copied
 
 
+def test_files_that_repeat_names_are_numbered(pictures: Path, tmp_path: Path) -> None:
+    need_packages("pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    to = write_parquet(pictures, tmp_path / "to")
+    for path in to.glob("train-*"):
+        table = pq.read_table(path)
+        cells = [{**cell, "path": f"{row}.jpg"} for row, cell in enumerate(table.column("image").to_pylist())]
+        pq.write_table(
+            table.set_column(0, "image", pa.array(cells)).replace_schema_metadata(table.schema.metadata), path
+        )
+    data = load_dataset(config(to), 0).train
+    names = list(data.names())  # type: ignore[attr-defined]
+    assert names[0] == b"train/ant/train-00000-of-00002-00000000"
+    assert len(set(names)) == len(names) == 10
+    # A copy of a file is still refused.
+    (to / "train-00009.parquet").write_bytes((to / "train-00000-of-00002.parquet").read_bytes())
+    with pytest.raises(DataError, match="the same name"):
+        load_dataset(config(to), 0)
+
+
 def test_wrong_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need_packages("pyarrow")
     import pyarrow as pa

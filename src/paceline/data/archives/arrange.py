@@ -10,9 +10,9 @@ import os
 import posixpath
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.data.archives.entries import Entries
+from paceline.data.archives.entries import ROW, Entries, row_name
 from paceline.data.parts import LAYOUT, TEST, TRAIN, VALIDATION, part_named
 from paceline.data.picture_folder import is_name_kept_for_test
 from paceline.errors import DataError, printable_line
@@ -52,6 +52,7 @@ def arrange(
         )
     if labelled:
         classes, placed = _by_labels(files, entries, used, class_names, where)
+        placed = _number_rows(placed, files, entries)
     else:
         classes, placed = _by_folders(files, entries, used, where)
     for name in classes:
@@ -131,6 +132,27 @@ def _number_classes(texts: set[str], declared: list[str] | None, where: str) -> 
         names = declared
     by_text = {text: numbers[int(text)] for text in texts}  # also 007
     return names, by_text | {str(value): place for value, place in numbers.items()}
+
+
+def _number_rows(placed: dict[str, list[Row]], files: list[str], entries: list[Entries]) -> dict[str, list[Row]]:
+    """Name pictures by their rows if parquet files repeat names for different pictures."""
+    seen: dict[bytes, int] = {}
+    is_repeated = False
+    for row in (row for part in placed.values() for row in part):
+        found = entries[row.file]
+        if found.methods[row.entry] != ROW or seen.get(row.name) == found.crcs[row.entry]:
+            return placed
+        is_repeated = is_repeated or row.name in seen
+        seen[row.name] = found.crcs[row.entry]
+    if not is_repeated:
+        return placed
+
+    def numbered(row: Row) -> Row:
+        folder, _, _ = row.name.rpartition(b"/")
+        name = row_name(files[row.file], entries[row.file].stored[row.entry])
+        return replace(row, name=folder + b"/" + os.fsencode(name))
+
+    return {part: [numbered(row) for row in rows] for part, rows in placed.items()}
 
 
 def _without(name: bytes, *folders: bytes) -> bytes:

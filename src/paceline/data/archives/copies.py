@@ -33,6 +33,7 @@ from paceline.errors import PacelineError
 _log = logging.getLogger("paceline")
 _FETCHING = 4  # files at the same time, per rank
 _BUSY_PAUSE_S = 0.05
+_FULL = "note: the cache of the data has no more room; the rest is read from its place, which is slower"
 _KEPT_GROUPS = 2  # pieces of parquet files in memory, if there is no room for copies
 
 
@@ -62,7 +63,10 @@ class CopiedFiles:
             while self._add(file) == Outcome.BUSY:
                 time.sleep(_BUSY_PAUSE_S)
             content = self._cache.read(self._keys[file], start, size)
-        return self._read_from_group(file, row) if content is None else content
+        if content is None:
+            self._tell(_FULL, once="full")
+            content = self._read_from_group(file, row)
+        return content
 
     def read_again(self, file: DataFile, row: int | None, start: int, size: int) -> bytes:
         """After a damaged copy: drop it, and read the origin. `row`: of a parquet file."""
@@ -122,7 +126,7 @@ class CopiedFiles:
                 outcome = Outcome.FULL
             self._schedule.done(number, outcome)
             if outcome == Outcome.FULL:
-                self._tell("note: the cache of the data is full; the rest is read from its place", once="full")
+                self._tell(_FULL, once="full")
 
     def _add(self, file: DataFile) -> Outcome:
         key = self._keys[file]

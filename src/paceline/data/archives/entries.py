@@ -103,6 +103,11 @@ def clean_name(name: str, where: str) -> str:
     return posixpath.normpath(plain)
 
 
+def row_name(file: str, row: int) -> str:
+    """The name of a picture in a parquet file that has no name of its own."""
+    return f"{posixpath.basename(file).removesuffix('.parquet')}-{row:08}"
+
+
 def skip_reason(name: str) -> str:
     """Why a file of an archive is no picture; empty if it is one."""
     for part in name.split("/"):

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from paceline.data.archives.entries import NO_LABEL, ROW, Entries, check_picture_size, damaged_archive
+from paceline.data.archives.entries import NO_LABEL, ROW, Entries, check_picture_size, damaged_archive, row_name
 from paceline.data.pack_format import crc32_of
 from paceline.errors import DataError, UserError, printable_line
 from paceline.settings.extras import how_to_install
@@ -78,8 +78,7 @@ def _names(paths: list[str], where: str) -> list[str]:
     names = [posixpath.basename(path.replace("\\", "/")) for path in paths]
     if all(names) and max(Counter(names).values(), default=1) == 1 and not any("\0" in name for name in names):
         return names
-    stem = posixpath.basename(where).removesuffix(".parquet")
-    return [f"{stem}-{row:08}" for row in range(len(paths))]
+    return [row_name(where, row) for row in range(len(paths))]
 
 
 def _columns(source: Any, where: str) -> tuple[str, str]:
