@@ -135,6 +135,10 @@ class DataError(PacelineError):
     cause = Cause.DATA
 
 
+class UnavailableData(DataError):
+    """The storage of the data fails, or holds other files than at the start. No picture counts as unreadable for it."""
+
+
 class CheckpointError(PacelineError):
     """A checkpoint cannot be written, found or trusted."""
 

@@ -6,6 +6,7 @@ import io
 import tarfile
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from harness.archive_files import as_tree, make_pictures, write_tar, write_webdataset, write_zip
 from paceline.cli.main import main
 from paceline.data.archives import opened
+from paceline.data.archives.arrange import part_word
 from paceline.data.dataset import LoadedData
 from paceline.data.fingerprint import differences, fingerprint_of, sample_keys
 from paceline.data.registry import describe_dataset, load_dataset
@@ -234,6 +236,24 @@ def huge_header(kind: bytes) -> Callable[[Path], None]:
     return write
 
 
+def negative_size(name: str) -> Callable[[Path], None]:
+    """A size that leads back into the file. Python before 3.13.6 accepts it."""
+
+    def write(path: Path) -> None:
+        header = tarfile.TarInfo(name)
+        header.size = -1024
+        path.write_bytes(
+            write_tar(path, [("train/ant/1.jpg", b"x")]).read_bytes()[:1024] + header.tobuf() + bytes(1024)
+        )
+
+    return write
+
+
+def two_archives(path: Path) -> None:
+    """As `cat` joins them."""
+    path.write_bytes(b"".join(write_tar(path, [(f"train/{name}/1.jpg", b"x")]).read_bytes() for name in ("ant", "bee")))
+
+
 TARS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a symbolic link": (special(tarfile.SYMTYPE), "a link"),
     "a hard link": (special(tarfile.LNKTYPE), "a link"),
@@ -245,6 +265,9 @@ TARS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a damaged header": (damaged_header, "no header at byte 14,336"),
     "huge pax records": (huge_header(tarfile.XHDTYPE), "a header of 1,152,921,504,606,846,976 bytes"),
     "a huge long name": (huge_header(tarfile.GNUTYPE_LONGNAME), "a header of 1,152,921,504,606,846,976 bytes"),
+    "a negative size": (negative_size("train/ant/2.jpg"), "-1,024 bytes for train/ant/2.jpg"),
+    "a label of a negative size": (negative_size("train/ant/1.cls"), "-1,024 bytes for train/ant/1.cls"),
+    "two archives in a file": (two_archives, "behind its end at byte 1,024"),
     "no tar file": (lambda path: path.write_bytes(b"x" * 5000), "all.tar"),
     "empty": (lambda path: path.write_bytes(b""), "all.tar"),
     "compressed": (lambda path: path.write_bytes(b"\x1f\x8b" + bytes(2000)), "gzip"),
@@ -254,6 +277,7 @@ TARS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no class folder": (lambda path: write_tar(path, [("1.jpg", b"x")]), "1.jpg"),
     "no label": (lambda path: write_tar(path, [("1.jpg", b"x"), ("2.jpg", b"x"), ("2.cls", b"0")]), "1.jpg"),
     "a label without a class": (lambda path: write_tar(path, [("1.jpg", b"x"), ("1.cls", b" ")]), "''"),
+    "a label -1": (lambda path: write_tar(path, [("1.jpg", b"x"), ("1.cls", b"-1")]), "'-1'"),
     "a label in bad JSON": (lambda path: write_tar(path, [("1.jpg", b"x"), ("1.json", b'{"label": ')]), "1.json"),
     "a label that is a list": (lambda path: write_tar(path, [("1.jpg", b"x"), ("1.json", b'{"cls": [1]}')]), "[1]"),
 }
@@ -354,7 +378,7 @@ def test_an_archive_that_is_replaced_before_its_first_picture_is_named(pictures:
     """The same sizes in another order: every place of the index holds a picture, but of another class."""
     tree = [(name, content.ljust(3000, b"\0")) for name, content in as_tree(pictures)]
     archive = write_tar(tmp_path / "all.tar", tree)
-    data = load_dataset(config(archive), 0)
+    data = load_dataset(replace(config(archive), unreadable=5), 0)
     write_tar(tmp_path / "new.tar", tree[::-1]).replace(archive)
     with pytest.raises(DataError) as failure:
         data.train.read(torch.arange(len(data.train)))
@@ -374,6 +398,16 @@ def test_data_check_names_damaged_pictures_of_archives(
     assert "test/ant/x.jpg" in shown.err
     assert "test-000009.tar: x.txt" in shown.out
     assert main(["data", "pack", str(tmp_path / "to"), str(tmp_path / "packed")]) == 2
+
+
+def test_the_part_is_a_word_of_the_name(pictures: Path, tmp_path: Path) -> None:
+    """As in ImageNet of timm on Hugging Face: imagenet1k-train-0000.tar."""
+    to = write_webdataset(pictures, tmp_path / "to")
+    for path in [*to.glob("*.tar")]:
+        path.rename(path.with_name(f"pets1k_{path.name}"))
+    require_same(load_dataset(config(to), 0), load_dataset(config(pictures), 0))
+    names = {"pets-train.tar": "train", "train-val.tar": "train", "test/1.tar": "test", "pets-train-test.tar": ""}
+    assert {name: part_word(name) for name in names} == names
 
 
 def test_archives_that_do_not_fit_together(pictures: Path, tmp_path: Path) -> None:

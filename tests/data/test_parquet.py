@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from harness.archive_files import make_pictures, write_parquet
 from harness.extras import need_packages
 from paceline.cli.main import main
+from paceline.data.archives import file_cache
 from paceline.data.fingerprint import fingerprint_of
 from paceline.data.registry import load_dataset
 from paceline.errors import DataError, UserError
@@ -86,6 +89,19 @@ def test_a_damaged_copy_is_made_again(pictures: Path, parquet: Path, cache: Path
     assert torch.equal(data.train.read(every), wanted.train.read(every))
 
 
+def test_a_cache_whose_disk_fails_is_no_error(
+    pictures: Path, parquet: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, wanted = load_dataset(config(parquet), 0), load_dataset(config(pictures), 0)
+
+    def fail(*of: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(file_cache, "read_at", fail)
+    every = torch.arange(len(data.train))
+    assert torch.equal(data.train.read(every), wanted.train.read(every))
+
+
 def test_pictures_without_names(tmp_path: Path) -> None:
     need_packages("pyarrow")
     root = make_pictures(tmp_path / "set", {"train": 2, "test": 1})
@@ -97,6 +113,49 @@ def test_pictures_without_names(tmp_path: Path) -> None:
         b"train/bird/train-00000-of-00002-00000001",
         b"train/bird/train-00001-of-00002-00000001",
     ]
+
+
+def test_a_test_file_without_labels_is_skipped(
+    pictures: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in ImageNet on Hugging Face: the validation pictures are the test pictures."""
+    need_packages("pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    to = write_parquet(pictures, tmp_path / "to")
+    for path in to.glob("test-*"):
+        table = pq.read_table(path)
+        labels = pa.array([-1] * len(table), pa.int64())
+        pq.write_table(table.set_column(table.schema.get_field_index("label"), "label", labels), path)
+    assert main(["data", "check", str(to)]) == 0
+    assert "10 train and 4 test pictures" in capsys.readouterr().out
+    data = load_dataset(config(to), 0)
+    assert data.info.num_skipped == 2
+    assert not data.info.num_validation
+    assert sum(path.stat().st_size == 0 for path in (cache / "data").glob("*.data")) == 2  # not copied
+
+
+def test_files_that_repeat_names_are_numbered(pictures: Path, tmp_path: Path) -> None:
+    need_packages("pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    to = write_parquet(pictures, tmp_path / "to")
+    for path in to.glob("train-*"):
+        table = pq.read_table(path)
+        cells = [{**cell, "path": f"{row}.jpg"} for row, cell in enumerate(table.column("image").to_pylist())]
+        pq.write_table(
+            table.set_column(0, "image", pa.array(cells)).replace_schema_metadata(table.schema.metadata), path
+        )
+    data = load_dataset(config(to), 0).train
+    names = list(data.names())  # type: ignore[attr-defined]
+    assert names[0] == b"train/ant/train-00000-of-00002-00000000"
+    assert len(set(names)) == len(names) == 10
+    # A copy of a file is still refused.
+    (to / "train-00009.parquet").write_bytes((to / "train-00000-of-00002.parquet").read_bytes())
+    with pytest.raises(DataError, match="the same name"):
+        load_dataset(config(to), 0)
 
 
 def test_wrong_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

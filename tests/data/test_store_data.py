@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,7 +141,8 @@ def test_a_store_that_fails_for_a_while_is_survived(pictures: Path, monkeypatch:
 
 
 def test_a_store_that_does_not_answer_ends_with_its_name(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = load_dataset(config(cache_gb=0), 0)
+    # A picture that cannot be read now is not replaced by grey.
+    data = load_dataset(replace(config(cache_gb=0), unreadable=5), 0)
     monkeypatch.setenv("PACELINE_STORAGE_PATIENCE_S", "0.1")
 
     def fail(self: Any, *args: Any, **more: Any) -> Any:
@@ -151,6 +154,49 @@ def test_a_store_that_does_not_answer_ends_with_its_name(pictures: Path, monkeyp
     assert failure.value.exit_code == 3
     assert "memory://bucket/data/train-" in failure.value.screen()
     assert "the connection was lost" in failure.value.screen()
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_indexing_survives_short_and_lost_answers(
+    kind: str, pictures: Path, tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room for copies, archives are read through a file object."""
+    if kind == "zip":
+        store.put_file(str(write_zip(pictures, tmp_path / "all.zip")), "/bucket/zips/all.zip")
+    answers = {"short": 0, "lost": 0}
+    whole = MemoryFileSystem.cat_file
+
+    def cat(self: Any, *args: Any, **more: Any) -> bytes:
+        content: bytes = whole(self, *args, **more)
+        if answers["lost"] < 4:
+            answers["lost"] += 1
+            raise ConnectionResetError("the connection was lost")
+        if answers["short"] < 3:
+            answers["short"] += 1
+            return content[: len(content) // 2]
+        return content
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat)
+    monkeypatch.setattr(MemoryFileSystem, "open", None)
+    require_samples(load_dataset(config(0, "memory://bucket/zips" if kind == "zip" else URL), 0), pictures)
+    assert answers == {"short": 3, "lost": 4}
+
+
+def test_a_copy_that_is_cut_is_fetched_again(
+    pictures: Path, tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cuts = MemoryFileSystem.get_file, list[str]()
+
+    def get(self: Any, remote: str, local: str, **more: Any) -> None:
+        whole(self, remote, local, **more)
+        if len(cuts) < 2:
+            cuts.append(remote)
+            Path(local).write_bytes(Path(local).read_bytes()[:-1])
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get)
+    require_samples(load_dataset(config(), 0), pictures)
+    assert len(cuts) == 2
+    assert len(copies(tmp_path)) == 2 * SHARDS
 
 
 def test_wrong_places(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,6 +305,35 @@ def test_the_cache_is_bounded_and_keeps_what_is_needed(tmp_path: Path, monkeypat
     monkeypatch.setattr(file_cache, "_USED_LATELY_S", -1.0)
     assert add(3, [3], [3]) == Outcome.KEPT
     assert sum(path.stat().st_size for path in (tmp_path / "copies").glob("*.data")) <= 250
+
+
+def test_a_cache_whose_disk_fails_is_no_error(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = load_dataset(config(), 0)
+
+    def fail(*of: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(file_cache, "read_at", fail)
+    require_samples(data, pictures)
+    assert len(copies(tmp_path)) == 2  # of files without pictures
+
+
+def test_a_cache_that_is_deleted_is_no_error(pictures: Path, tmp_path: Path) -> None:
+    cache, keys = FileCache(tmp_path / "copies", 250), [f"{number:032x}" for number in range(2)]
+
+    def add(key: str, *, deletes: bool) -> Outcome:
+        def write(path: Path) -> None:
+            path.write_bytes(b"x")
+            if deletes:
+                shutil.rmtree(tmp_path / "copies")
+
+        return cache.add(key, 1, write, own=keys, keep=())
+
+    assert add(keys[0], deletes=True) == Outcome.FULL
+    assert add(keys[1], deletes=False) == Outcome.KEPT
+    data = load_dataset(config(), 0)
+    shutil.rmtree(tmp_path / "cache")
+    require_samples(data, pictures)
 
 
 def test_files_that_are_being_written_count(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.data.decoders import in_processes, look_at_pictures
-from paceline.data.encoded_pictures import EncodedPictures
+from paceline.data.encoded_pictures import look_at
 from paceline.data.known_files import (
     CIFAR10_FILES,
     CIFAR10_FOLDER,
@@ -36,7 +36,7 @@ from paceline.data.pack import Progress
 from paceline.data.pack_format import damaged_shard, find_damage, read_finished
 from paceline.data.parts import PARTS, TEST, TRAIN
 from paceline.data.picture_folder import TEST_ONE_IN, Part, Pictures, find_pictures
-from paceline.data.pictures import Seen, look_at_picture
+from paceline.data.pictures import Seen
 from paceline.errors import DataError, printable_line
 from paceline.settings.schema import DataConfig
 from paceline.settings.tasks import MULTI_LABEL, REGRESSION
@@ -136,7 +136,7 @@ def check_archives(config: DataConfig, workers: int, progress: Progress) -> Chec
         for part, about in parts.items():
             pictures = opened.pictures(part)
             labels = [label for label, size in enumerate(about.per_class) for _ in range(size)]
-            found = pool.map(partial(_look_in, pictures), range(len(pictures)))
+            found = pool.map(partial(look_at, pictures), range(len(pictures)))
             for name, label, seen in zip(pictures.names(), labels, found, strict=True):
                 looks.append(Look(printable_line(os.fsdecode(name)), part, label, seen))
                 progress.advance(1)
@@ -145,13 +145,6 @@ def check_archives(config: DataConfig, workers: int, progress: Progress) -> Chec
     uses = [f"{part:<11} {origins.get(part, held_out)}" for part in PARTS]
     of = f"of {len(opened.catalog.classes)} classes"
     return _checked(opened.place.name, of, uses, opened.catalog.skipped, looks)
-
-
-def _look_in(pictures: EncodedPictures, index: int) -> Seen | str:
-    try:
-        return look_at_picture(pictures.read(index))
-    except DataError as error:
-        return str(error.got)
 
 
 def _checked(

@@ -22,7 +22,7 @@ from paceline.data.encoded_pictures import EncodedPictures
 from paceline.data.jpeg_libraries import PILLOW, require_library
 from paceline.data.pictures import DECODER, GREY
 from paceline.data.regions import Pixels, decode_region, decode_square
-from paceline.errors import DataError
+from paceline.errors import DataError, UnavailableData
 from paceline.settings.schema import DataConfig
 
 Result = TypeVar("Result")
@@ -127,6 +127,8 @@ class EncodedDataset:
     def _read_square(self, index: int, place: Pixels) -> None:
         try:
             place[:] = decode_square(self.pictures.read(index), place.shape[-1], decoder=self.library)
+        except UnavailableData:
+            raise
         except DataError as error:
             self._replace_by_grey(index, place, error)
 
@@ -140,6 +142,8 @@ class EncodedDataset:
                 interpolation=interpolation,
                 is_flipped=draw.is_flipped,
             )
+        except UnavailableData:
+            raise
         except DataError as error:
             self._replace_by_grey(index, place, error)
 

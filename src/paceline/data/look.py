@@ -17,12 +17,11 @@ from torch import Tensor
 
 from paceline.data.dataset import Channels, Dataset, DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.encoded import EncodedDataset
-from paceline.data.encoded_pictures import EncodedPictures
+from paceline.data.encoded_pictures import look_at
 from paceline.data.pack import Progress
 from paceline.data.parts import TEST, TRAIN, VALIDATION
-from paceline.data.pictures import Seen, look_at_picture, thumbnail
+from paceline.data.pictures import Seen, thumbnail
 from paceline.data.preview import to_image
-from paceline.errors import DataError
 from paceline.settings.tasks import REGRESSION
 
 _MEASURED = 2048  # samples of data that is read from disk
@@ -148,17 +147,10 @@ def _decode(
             assert isinstance(dataset, EncodedDataset)
             names = list(dataset.names())
             for chunk in ids.split(_CHUNK):
-                seen = pool.map(partial(_look_at, dataset.pictures), chunk.tolist())
+                seen = pool.map(partial(look_at, dataset.pictures), chunk.tolist())
                 for index, found in zip(chunk.tolist(), seen, strict=True):
                     label = label_text(dataset.labels[index], info)
                     yield Place(part, index, os.fsdecode(names[index]), label), found
-
-
-def _look_at(pictures: EncodedPictures, index: int) -> Seen | str:
-    try:
-        return look_at_picture(pictures.read(index))
-    except DataError as error:
-        return str(error.got)
 
 
 def _count_classes(labels: Tensor, info: DatasetInfo) -> list[int]:

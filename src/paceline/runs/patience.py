@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.errors import CheckpointError, DataError, PacelineError
+from paceline.errors import CheckpointError, PacelineError, UnavailableData
 from paceline.settings.values import STORAGE_PATIENCE, read_number
 
 _log = logging.getLogger("paceline")
@@ -40,8 +40,8 @@ def patience_s() -> float:
     return read_number(PATIENCE, _PATIENCE_S)
 
 
-def data_unreadable_now(place: Path | str, error: OSError) -> DataError:
-    return DataError(
+def data_unreadable_now(place: Path | str, error: OSError) -> UnavailableData:
+    return UnavailableData(
         "the data cannot be read now",
         where=str(place),
         got=error.strerror or str(error),

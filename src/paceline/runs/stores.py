@@ -137,10 +137,6 @@ class Store:
         """Some bytes of a file; fewer at its end."""
         return _request(lambda: bytes(self._filesystem.cat_file(self._path(name), start=start, end=stop)))
 
-    def open(self, name: str) -> Any:
-        """A file object that can seek."""
-        return _request(lambda: self._filesystem.open(self._path(name), "rb"))
-
     def sum_up(self, name: str, add: Callable[[bytes, int], int]) -> int:
         """A checksum over all bytes of a file, read back from the store."""
 

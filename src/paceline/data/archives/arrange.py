@@ -1,7 +1,7 @@
 """Sorts the pictures of archives into parts and classes: by folders in the archives, or by their labels. No torch.
 
-The part is the first folder, or the beginning of the archive's name (train-000.tar). Without parts, about every fifth
-picture is kept for the test, by its name. Without test pictures, the validation pictures are the test pictures.
+The part is the first folder, or a word of the archive's name (train-000.tar, pets-train-000.tar). Without parts, about
+every fifth picture is kept for the test, by its name. Without test pictures, the validation pictures are the test ones.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 import posixpath
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.data.archives.entries import Entries
+from paceline.data.archives.entries import ROW, Entries, row_name
 from paceline.data.parts import LAYOUT, TEST, TRAIN, VALIDATION, part_named
 from paceline.data.picture_folder import is_name_kept_for_test
 from paceline.errors import DataError, printable_line
@@ -52,6 +52,7 @@ def arrange(
         )
     if labelled:
         classes, placed = _by_labels(files, entries, used, class_names, where)
+        placed = _number_rows(placed, files, entries)
     else:
         classes, placed = _by_folders(files, entries, used, where)
     for name in classes:
@@ -63,10 +64,16 @@ def arrange(
 
 
 def part_word(name: str) -> str:
-    """The word for a part in the name of an archive: its folder, or how its name begins. Empty if there is none."""
+    """The word for a part in the name of an archive: its folder, or a word of its name. Empty if there is none.
+
+    Of several words the first counts if the name begins with it (`train-val.tar`); else they must be one part.
+    """
     folder, base = posixpath.split(name)
-    word = _WORD.match(base)
-    return next((text for text in (folder, word[0] if word else "") if part_named(text)), "")
+    words = [word for word in _WORD.findall(base) if part_named(word)]
+    if part_named(folder):
+        return folder
+    is_clear = words and (base.startswith(words[0]) or len({part_named(word) for word in words}) == 1)
+    return words[0] if is_clear else ""
 
 
 # --- By labels
@@ -125,6 +132,27 @@ def _number_classes(texts: set[str], declared: list[str] | None, where: str) -> 
         names = declared
     by_text = {text: numbers[int(text)] for text in texts}  # also 007
     return names, by_text | {str(value): place for value, place in numbers.items()}
+
+
+def _number_rows(placed: dict[str, list[Row]], files: list[str], entries: list[Entries]) -> dict[str, list[Row]]:
+    """Name pictures by their rows if parquet files repeat names for different pictures."""
+    seen: dict[bytes, int] = {}
+    is_repeated = False
+    for row in (row for part in placed.values() for row in part):
+        found = entries[row.file]
+        if found.methods[row.entry] != ROW or seen.get(row.name) == found.crcs[row.entry]:
+            return placed
+        is_repeated = is_repeated or row.name in seen
+        seen[row.name] = found.crcs[row.entry]
+    if not is_repeated:
+        return placed
+
+    def numbered(row: Row) -> Row:
+        folder, _, _ = row.name.rpartition(b"/")
+        name = row_name(files[row.file], entries[row.file].stored[row.entry])
+        return replace(row, name=folder + b"/" + os.fsencode(name))
+
+    return {part: [numbered(row) for row in rows] for part, rows in placed.items()}
 
 
 def _without(name: bytes, *folders: bytes) -> bytes:
@@ -220,7 +248,7 @@ def _as_parts(placed: dict[str, list[Row]], where: str) -> Rows:
             "there are training pictures but no test pictures",
             where=where,
             got=f"{len(rows[TRAIN])} training pictures",
-            allowed="archives whose names begin with train and test (also val), or these folders inside",
+            allowed="archives with train and test (also val) in their names, or these folders inside",
         )
     return rows
 
@@ -261,7 +289,7 @@ def _unknown_part(name: str, where: str) -> DataError:
         "the name of an archive says no part of the data",
         where=where,
         got=name,
-        allowed="names that begin with train, val, valid, validation or test",
+        allowed="names with one of the words train, val, valid, validation or test",
         hint="rename it, or move it away",
     )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.archives.arrange import part_word
 from paceline.data.archives.entries import Entries
 from paceline.data.archives.file_cache import FileCache, Outcome
 from paceline.data.archives.index_file import file_key
@@ -26,11 +27,13 @@ from paceline.data.archives.schedule import Schedule
 from paceline.data.archives.store_place import StorePlace
 from paceline.data.archives.tar_files import index_tar
 from paceline.data.archives.zip_files import index_zip
+from paceline.data.parts import TEST, part_named
 from paceline.errors import PacelineError
 
 _log = logging.getLogger("paceline")
 _FETCHING = 4  # files at the same time, per rank
 _BUSY_PAUSE_S = 0.05
+_FULL = "note: the cache of the data has no more room; the rest is read from its place, which is slower"
 _KEPT_GROUPS = 2  # pieces of parquet files in memory, if there is no room for copies
 
 
@@ -56,13 +59,13 @@ class CopiedFiles:
     def read_row(self, file: DataFile, row: int, start: int, size: int) -> bytes:
         """A picture of a parquet file. Waits for the copy of its file: nothing else is fast."""
         content = self._cache.read(self._keys[file], start, size)
-        while content is None:
-            outcome = self._add(file)
-            if outcome == Outcome.FULL:
-                return self._read_from_group(file, row)
-            if outcome == Outcome.BUSY:
+        if content is None:
+            while self._add(file) == Outcome.BUSY:
                 time.sleep(_BUSY_PAUSE_S)
             content = self._cache.read(self._keys[file], start, size)
+        if content is None:
+            self._tell(_FULL, once="full")
+            content = self._read_from_group(file, row)
         return content
 
     def read_again(self, file: DataFile, row: int | None, start: int, size: int) -> bytes:
@@ -96,7 +99,7 @@ class CopiedFiles:
                 return index_tar(copy, where, advance, with_checksums=True)
         with self._place.open(file) as stream:  # no room for a copy, or a copy without an index
             if file.kind == PARQUET:
-                return index_parquet(stream, where, advance)
+                return index_parquet(stream, where, advance, is_test=_is_test(file))
             return index_tar(stream, where, advance, with_checksums=True)
 
     def announce(self, part: str, files: NDArray[np.int32]) -> None:
@@ -123,7 +126,7 @@ class CopiedFiles:
                 outcome = Outcome.FULL
             self._schedule.done(number, outcome)
             if outcome == Outcome.FULL:
-                self._tell("note: the cache of the data is full; the rest is read from its place", once="full")
+                self._tell(_FULL, once="full")
 
     def _add(self, file: DataFile) -> Outcome:
         key = self._keys[file]
@@ -149,7 +152,7 @@ class CopiedFiles:
 
     def _unpack(self, file: DataFile, draft: Path, advance: Callable[[int], None]) -> Entries:
         with self._place.open(file) as stream, draft.open("r+b") as copy:
-            entries = index_parquet(stream, self._place.where(file.name), advance, copy)
+            entries = index_parquet(stream, self._place.where(file.name), advance, copy, is_test=_is_test(file))
             copy.truncate()
             return entries
 
@@ -171,3 +174,7 @@ class CopiedFiles:
                 return
             self._told.add(once or line)
         _log.warning(line)
+
+
+def _is_test(file: DataFile) -> bool:
+    return part_named(part_word(file.name)) == TEST

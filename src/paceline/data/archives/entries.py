@@ -18,6 +18,7 @@ from paceline.errors import DataError, printable_line
 # How a picture is kept: plain bytes, a member of a zip file with its header (numbers of that format), a parquet row.
 STORED, PLAIN, DEFLATED, ROW = 0, 1, 8, 255
 LARGEST_PICTURE_BYTES = 3 * MOST_PIXELS + 2**20  # the largest picture that is decoded, not compressed
+NO_LABEL = "-1"  # the mark of Hugging Face
 _FEW_NAMES = 3
 _FIELDS = {"starts": "int64", "sizes": "int64", "stored": "int64", "methods": "uint8", "crcs": "uint32"}
 
@@ -100,6 +101,11 @@ def clean_name(name: str, where: str) -> str:
             hint="nothing is unpacked, but such an archive is not what a data set should be; make it again",
         )
     return posixpath.normpath(plain)
+
+
+def row_name(file: str, row: int) -> str:
+    """The name of a picture in a parquet file that has no name of its own."""
+    return f"{posixpath.basename(file).removesuffix('.parquet')}-{row:08}"
 
 
 def skip_reason(name: str) -> str:

@@ -59,14 +59,18 @@ class FileCache:
         self._swept = time.monotonic()
 
     def read(self, key: str, start: int, size: int) -> bytes | None:
-        """Bytes of a file; None if it is not here."""
-        if time.monotonic() - self._swept > _SWEEP_EVERY_S:
-            self._sweep()
-        found = self._opened.get(key) or self._open(key)
-        if found is None:
+        """Bytes of a file; None if it is not here, or on a disk that fails."""
+        try:
+            if time.monotonic() - self._swept > _SWEEP_EVERY_S:
+                self._sweep()
+            found = self._opened.get(key) or self._open(key)
+            if found is None:
+                return None
+            found.is_used = True
+            return read_at(found.descriptor, start, size)
+        except OSError:  # the origin can still be read
+            self.drop(key)
             return None
-        found.is_used = True
-        return read_at(found.descriptor, start, size)
 
     def open(self, key: str) -> IO[bytes] | None:
         """None if it is not here."""
@@ -120,6 +124,9 @@ class FileCache:
         except OSError as error:
             if error.errno in _NO_SPACE or isinstance(error, NotADirectoryError | FileExistsError):
                 return Outcome.FULL
+            is_gone = isinstance(error, FileNotFoundError) and str(error.filename).startswith(str(self._folder))
+            if is_gone or not self._folder.is_dir():
+                return Outcome.FULL  # somebody deleted the folder at this moment; the next file makes it again
             raise
 
     def _write(

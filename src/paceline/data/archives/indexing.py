@@ -26,7 +26,7 @@ from paceline.data.pictures import EXTENSIONS
 from paceline.errors import DataError
 
 _log = logging.getLogger("paceline")
-_RULES = 1  # change it with what an index holds, or how names and labels are read
+_RULES = 2  # change it with what an index holds, or how names and labels are read
 _LINE_EVERY_S = 2.0
 _UNUSABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 IndexOne = Callable[[DataFile, Callable[[int], None]], Entries]

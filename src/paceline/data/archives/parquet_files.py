@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from paceline.data.archives.entries import ROW, Entries, check_picture_size, damaged_archive
+from paceline.data.archives.entries import NO_LABEL, ROW, Entries, check_picture_size, damaged_archive, row_name
 from paceline.data.pack_format import crc32_of
 from paceline.errors import DataError, UserError, printable_line
 from paceline.settings.extras import how_to_install
@@ -35,17 +35,27 @@ def open_parquet(file: Any, where: str) -> Any:
         ) from error
     try:
         return parquet.ParquetFile(file)
+    except DataError:  # of a store
+        raise
     except Exception as error:  # pyarrow has its own classes for damaged files
         raise damaged_archive(where, _line(error)) from error
 
 
 def index_parquet(
-    file: Any, where: str, advance: Callable[[int], None] = lambda size: None, copy: IO[bytes] | None = None
+    file: Any,
+    where: str,
+    advance: Callable[[int], None] = lambda size: None,
+    copy: IO[bytes] | None = None,
+    *,
+    is_test: bool = False,
 ) -> Entries:
-    """Reads every row. `copy`: gets the pictures, one after the other."""
+    """Reads every row. `copy`: gets the pictures, one after the other. Skips a test file without any label."""
     source = open_parquet(file, where)
     image, label = _columns(source, where)
     found, place = Entries(classes=_class_names(source, label)), 0
+    if is_test and not _has_labels(source, label, where):
+        found.skip("without labels, as published test pictures often are", f"{source.metadata.num_rows:,} rows")
+        return found
     paths: list[str] = []
     total = max(1, source.metadata.num_rows)
     size_bytes = sum(source.metadata.row_group(n).total_byte_size for n in range(source.metadata.num_row_groups))
@@ -68,8 +78,7 @@ def _names(paths: list[str], where: str) -> list[str]:
     names = [posixpath.basename(path.replace("\\", "/")) for path in paths]
     if all(names) and max(Counter(names).values(), default=1) == 1 and not any("\0" in name for name in names):
         return names
-    stem = posixpath.basename(where).removesuffix(".parquet")
-    return [f"{stem}-{row:08}" for row in range(len(paths))]
+    return [row_name(where, row) for row in range(len(paths))]
 
 
 def _columns(source: Any, where: str) -> tuple[str, str]:
@@ -108,6 +117,19 @@ def _is_label(kinds: Any, kind: Any) -> bool:
     return bool(kinds.is_integer(kind) or kinds.is_string(kind) or kinds.is_large_string(kind))
 
 
+def _has_labels(source: Any, label: str, where: str) -> bool:
+    try:
+        return any(
+            value is not None and str(value) != NO_LABEL
+            for batch in source.iter_batches(columns=[label])
+            for value in batch.column(0).to_pylist()
+        )
+    except DataError:
+        raise
+    except Exception as error:
+        raise damaged_archive(where, _line(error)) from error
+
+
 def _rows(source: Any, image: str, label: str, where: str) -> Iterator[tuple[bytes, str, object]]:
     try:
         for batch in source.iter_batches(_BATCH_ROWS, columns=[image, label]):
@@ -130,7 +152,7 @@ def _picture_of(cell: Any) -> tuple[bytes, str]:
 
 def _label_text(value: object, where: str) -> bytes:
     text = "" if value is None else str(value)
-    if not 0 < len(text) <= _LARGEST_TEXT or text == "-1":  # -1: Hugging Face's mark for no label
+    if not 0 < len(text) <= _LARGEST_TEXT or text == NO_LABEL:
         raise DataError("a picture has no label", where=where, got=printable_line(repr(value))[:80])
     return text.encode("utf-8", "surrogateescape")
 
@@ -157,6 +179,8 @@ def read_row_group(file: Any, where: str, row: int) -> tuple[int, list[bytes]]:
                 cells = source.read_row_group(group, columns=[image]).column(image).to_pylist()
                 return first, [_picture_of(cell)[0] for cell in cells]
             first += size
+    except DataError:
+        raise
     except Exception as error:
         raise damaged_archive(where, _line(error)) from error
     raise damaged_archive(where, f"it has no row {row:,}")

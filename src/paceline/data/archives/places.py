@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from paceline.data.parts import hidden_reason, part_named
-from paceline.errors import DataError, UserError
+from paceline.errors import DataError, UnavailableData, UserError
 
 TAR, ZIP, PARQUET = KINDS = ("tar", "zip", "parquet")
 _COMPRESSED_TAR = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -48,7 +48,7 @@ class Place(Protocol):
     def open(self, file: DataFile) -> IO[bytes]: ...
 
     def read_range(self, file: DataFile, start: int, size: int) -> bytes:
-        """OSError, or ValueError if the file has changed. Shorter than `size` at the end of the file."""
+        """OSError, or UnavailableData if the file has changed. Shorter than `size` at the end of the file."""
         ...
 
     def read_side_file(self, name: str) -> bytes | None:
@@ -120,11 +120,15 @@ class LocalPlace:
                 os.close(descriptor)
 
     def _open_unchanged(self, file: DataFile) -> int:
-        """ValueError for another file of this name: the index would find other pictures in it, or pieces of them."""
+        """UnavailableData for another file of this name: the index would find other pictures in it, or pieces."""
         descriptor = os.open(self.path_of(file), os.O_RDONLY | os.O_CLOEXEC)
         if _data_file(file.name, os.fstat(descriptor)) != file:
             os.close(descriptor)
-            raise ValueError("the archive has changed since it was indexed; the next start indexes it again")
+            raise UnavailableData(
+                "this archive has changed since it was indexed",
+                where=self.where(file.name),
+                hint="the next start indexes it again",
+            )
         return descriptor
 
     def read_side_file(self, name: str) -> bytes | None:

@@ -10,10 +10,18 @@ import io
 import os
 import posixpath
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import IO, cast
 
-from paceline.data.archives.entries import Entries, check_picture_size, clean_name, damaged_archive, skip_reason
+from paceline.data.archives.entries import (
+    NO_LABEL,
+    Entries,
+    check_picture_size,
+    clean_name,
+    damaged_archive,
+    skip_reason,
+)
 from paceline.data.pack_format import crc32_of
 from paceline.errors import DataError, printable_line
 from paceline.settings.small_files import parse_json
@@ -23,6 +31,7 @@ _JSON_KEYS = ("label", "cls", "class", "class_name", "category", "wnid")
 _LARGEST_LABEL_BYTES = 2**20
 _LARGEST_LABEL_TEXT = 200
 _LARGEST_HEADER_BYTES = 2**20  # of a long name or of pax records
+_LARGEST_PADDING_BYTES = 2**20  # zeros behind the end: tar fills its last record
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 _HINT = "pack the pictures as plain files: tar --format=pax -cf FILE FOLDER"
 
@@ -64,7 +73,7 @@ def _attach_labels(found: Entries, labels: dict[str, bytes], where: str) -> None
             allowed="KEY.cls or KEY.json (with the member label) for each KEY.jpg",
         )
     if len(set(keys)) < len(keys):
-        double = next(key for key in keys if keys.count(key) > 1)
+        double = Counter(keys).most_common(1)[0][0]
         raise DataError("two pictures have the same key", where=where, got=printable_line(double))
     found.labels = [labels[key] for key in keys]
     for key in labels.keys() - set(keys):
@@ -80,6 +89,9 @@ def _members(file: IO[bytes], where: str, advance: Callable[[int], None]) -> Ite
         with tarfile.open(fileobj=cast(IO[bytes], _Headers(file)), mode="r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # a million headers would take a gigabyte
+                if member.size < 0:
+                    name = printable_line(member.name)[:200]
+                    raise damaged_archive(where, f"it states {member.size:,} bytes for {name}")
                 if member.offset_data + member.size > size_bytes:
                     raise damaged_archive(where, f"it is truncated in {printable_line(member.name)[:200]}")
                 advance(member.offset_data - behind)
@@ -141,6 +153,9 @@ def _require_end(file: IO[bytes], end: int, where: str) -> None:
         raise damaged_archive(where, "it is truncated: its end is missing")
     if any(block):
         raise damaged_archive(where, f"there is no header at byte {end:,}")
+    if any(file.read(_LARGEST_PADDING_BYTES)):  # a second archive: its pictures would be left out
+        hint = "one file for each archive; tar --concatenate joins two"
+        raise damaged_archive(where, f"there are more bytes behind its end at byte {end:,}", hint)
 
 
 def _split_key(name: str) -> tuple[str, str]:
@@ -166,9 +181,10 @@ def _read_label(file: IO[bytes], member: tarfile.TarInfo, suffix: str, where: st
             label = given[0]
     except ValueError as error:  # also of text that is not UTF-8
         raise DataError("a label cannot be read", where=where, got=str(error)[:80]) from error
-    if isinstance(label, bool) or not isinstance(label, str | int) or not 0 < len(str(label)) <= _LARGEST_LABEL_TEXT:
+    text = "" if isinstance(label, bool) or not isinstance(label, str | int) else str(label)
+    if not 0 < len(text) <= _LARGEST_LABEL_TEXT or text == NO_LABEL:
         raise DataError("a label is no class", where=where, got=repr(label)[:80], allowed="a name or a whole number")
-    return str(label).encode()
+    return text.encode()
 
 
 def _read_member(file: IO[bytes], member: tarfile.TarInfo) -> bytes:

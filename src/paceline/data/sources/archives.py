@@ -58,7 +58,7 @@ def _describe_order(opened: OpenedArchives) -> str:
     labels = labels_of(opened.catalog.parts[TRAIN].per_class)
     per_file = len(torch.unique(windows.blocks * len(opened.catalog.classes) + labels)) / count
     return (
-        f"in windows of {size} of {count} data files, since {all_gb:,.1f} GB exceed the cache of "
+        f"in windows of {size} of {count} data files, since {all_gb:.3g} GB exceed the cache of "
         f"{opened.copies.limit_bytes / 1e9:g} GB: a batch is drawn from {size / count:.1%} of the samples "
         f"(a file has {per_file:.0f} of {len(opened.catalog.classes)} classes); "
         f"--cache-gb {math.ceil(all_gb)} shuffles all of them"
