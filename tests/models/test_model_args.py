@@ -11,7 +11,7 @@ from torch import nn
 import paceline
 from harness.cli import paceline as run_paceline
 from paceline.errors import UserError
-from paceline.models.registry import build_model
+from paceline.models.registry import build_model, check_model_args
 from paceline.settings.load import load_config
 from paceline.settings.schema import ModelConfig
 from paceline.settings.syntax import parse_model_args, write_model_args
@@ -39,6 +39,16 @@ def test_a_recipe_may_hold_a_mapping_or_a_list(tmp_path: Path) -> None:
     for text in ("model_args: {depth: 2, drop_path: 0.1}", "model_args: [depth=2, drop_path=0.1]"):
         (tmp_path / "mine.yaml").write_text(text)
         assert load_config(str(tmp_path / "mine.yaml")).config.model.model_args == ("depth=2", "drop_path=0.1")
+
+
+@pytest.mark.parametrize("name", ["timm:resnet18", "torchvision:resnet18"])
+@pytest.mark.parametrize("argument", ["checkpoint_path=x.pth", "pretrained_cfg_overlay={}", "weights_backbone=DEFAULT"])
+def test_arguments_cannot_name_files_of_weights(name: str, argument: str) -> None:
+    """timm reads a checkpoint_path with pickle, up to some version: a run of another person would execute code."""
+    with pytest.raises(UserError) as refused:
+        check_model_args(ModelConfig(model_name=name, model_args=(argument,)))
+    assert refused.value.got == argument.partition("=")[0]
+    check_model_args(ModelConfig(model_name="own.py:build", model_args=(argument,)))  # a user's own function
 
 
 def test_a_users_function_gets_its_arguments(tmp_path: Path) -> None:

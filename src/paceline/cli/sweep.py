@@ -14,6 +14,7 @@ from paceline.launch.job import JobSpec, SlurmFlags, parse_job
 from paceline.settings.declare import Arg, FlagsOf, Range
 from paceline.settings.values import Setting
 from paceline.tools.study.grid import recipe_argument
+from paceline.tools.study.shared_settings import shared_settings
 from paceline.tools.study.sweep import (
     SEED,
     TAKEN,
@@ -107,14 +108,16 @@ def _plan(settings: Sweep, job: JobSpec | None) -> tuple[LoadedConfig, SweepSpec
     points = make_points(axes, settings.random)
     # With the values of the first cell: the recipe alone may not be allowed.
     loaded = read_request(settings.recipe, [*settings.flags, *flags_of(points[0])])
+    recipe, flags = recipe_argument(loaded), tuple(token for setting in settings.flags for token in setting.tokens())
     return loaded, SweepSpec(
-        recipe=recipe_argument(loaded),
+        recipe=recipe,
         name=loaded.recipe_name,
-        flags=tuple(token for setting in settings.flags for token in setting.tokens()),
+        flags=flags,
         points=points,
         world_size=job.world_size if job is not None else decide_processes(loaded),
         global_batch_size=loaded.config.train.global_batch_size,
         place=settings.on,
+        settings=shared_settings(recipe, flags, [*TAKEN, *(axis.name for axis in axes)]),
     )
 
 

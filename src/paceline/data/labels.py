@@ -21,6 +21,7 @@ from paceline.settings.text import check_text
 RawLabels = NDArray[Any]  # of a kind in _KINDS, one dimension
 _KINDS = {"i": "whole numbers", "u": "whole numbers", "b": "bools", "U": "texts"}
 _BOOLS = ("False", "True")
+_NO_LABEL = "leave out the samples without a label"
 
 
 def as_raw_labels(values: Any) -> RawLabels:
@@ -34,6 +35,8 @@ def as_raw_labels(values: Any) -> RawLabels:
         raise no_samples()
     if labels.dtype.kind == "O" and all(isinstance(label, str) for label in labels.flat):  # pandas has no text type
         labels = labels.astype(str)
+    elif labels.dtype.kind == "U" and isinstance(values, Sequence):
+        _require_texts(values)  # numpy converts None and numbers among texts to texts
     if labels.dtype.kind not in _KINDS or labels.ndim != 1:
         raise _wrong_labels(f"{labels.dtype} of shape {tuple(labels.shape)}", _hint_for(labels))
     if labels.dtype.kind == "i" and labels.min() < 0:
@@ -41,11 +44,17 @@ def as_raw_labels(values: Any) -> RawLabels:
     return labels
 
 
+def _require_texts(values: Sequence[Any]) -> None:
+    other = next((number for number, value in enumerate(values) if not isinstance(value, str)), None)
+    if other is not None:
+        raise _wrong_labels(f"texts, and {values[other]!r} of sample {other}", _NO_LABEL)
+
+
 def refuse_masked(values: Any) -> None:
     """numpy's conversions ignore the mask: hidden values would be trained on."""
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise UserError(
-            "values are masked, and a mask cannot be trained on",
+            "values are masked, and masks are not supported",
             got=f"{int(np.ma.getmaskarray(values).sum()):,} masked values of {values.size:,}",
             allowed="arrays without masked values",
             hint="x.filled(0), or leave these samples out",
@@ -70,6 +79,9 @@ def _hint_for(labels: RawLabels) -> str | None:
         if labels.shape[1] == 1:
             return "y.ravel() for a column of labels"
         return "y.argmax(1) for rows of 0 with one 1, task='multi-label' for rows of 0 and 1, or task='regression'"
+    is_missing = labels.dtype.kind == "f" and bool(np.isnan(labels).any())
+    if is_missing or (labels.dtype.kind == "O" and any(isinstance(label, str) for label in labels.flat)):
+        return _NO_LABEL
     if labels.dtype.kind == "f":
         return "y.astype(int) for whole numbers that are stored as floats, or task='regression'"
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -228,6 +229,13 @@ def require_used_split(loaded: LoadedConfig, has_validation: bool) -> None:
 def describe_dataset(config: DataConfig, seed: int) -> DatasetInfo:
     """Sizes, classes and sample shape. Makes and decodes no sample."""
     return _source(config).describe(config, seed)
+
+
+def forget_data() -> None:
+    """Free what the user's function has returned. It is kept from `describe_dataset` to `load_dataset`."""
+    custom = sys.modules.get("paceline.data.sources.custom")
+    if custom is not None:
+        custom.load.cache_clear()
 
 
 def load_dataset(config: DataConfig, seed: int) -> LoadedData:

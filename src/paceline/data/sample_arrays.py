@@ -19,7 +19,11 @@ _COLOURS = (1, 3)  # numbers of channels that are recognised in the last place
 
 
 def as_tensor(values: Any) -> Tensor:
-    if isinstance(values, Tensor):
+    is_tensor = isinstance(values, Tensor)
+    if hasattr(values, "toarray") or (is_tensor and values.layout != torch.strided):  # scipy's, or torch's
+        hint = f"x.{'to_dense' if is_tensor else 'toarray'}()"
+        raise UserError("sparse samples are not supported", got=kind_of(values), allowed=EXPECTED_SAMPLE, hint=hint)
+    if is_tensor:
         return values.detach()
     refuse_masked(values)
     try:
@@ -70,5 +74,7 @@ def _hint_for(tensor: Tensor) -> str | None:
 def kind_of(value: Any) -> str:
     if isinstance(value, np.ndarray | Tensor):
         return f"an array of {str(value.dtype).removeprefix('torch.')}, shape {tuple(value.shape)}"
-    length = f" of length {len(value)}" if hasattr(value, "__len__") else ""
-    return f"a {type(value).__name__}{length}"
+    try:
+        return f"a {type(value).__name__} of length {len(value)}"
+    except TypeError:  # it has none
+        return f"a {type(value).__name__}"

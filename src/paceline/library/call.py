@@ -49,7 +49,7 @@ class Call:
 
     def plan(self, draft: Path) -> RunPlan:
         """The numbers of the run. Nothing is written but drafts."""
-        from paceline.data.registry import describe_dataset
+        from paceline.data.registry import describe_dataset, forget_data
         from paceline.training.plan import make_plan
 
         loaded = self.load(draft)
@@ -57,7 +57,10 @@ class Call:
         check_world(loaded, world_size)
         if self.objects is not None:
             return make_plan(loaded.config, self.objects.data.info, world_size)
-        return make_plan(loaded.config, describe_dataset(loaded.config.data, loaded.config.train.seed), world_size)
+        try:
+            return make_plan(loaded.config, describe_dataset(loaded.config.data, loaded.config.train.seed), world_size)
+        finally:
+            forget_data()  # the caller may change it before the next call
 
     def load(self, draft: Path) -> LoadedConfig:
         """The resolved and checked config, with drafts in place of the files of the run folder."""

@@ -18,6 +18,7 @@ from paceline.data.adapt import MapStyle, Transform, is_map_style
 from paceline.data.dataset import DatasetInfo
 from paceline.data.pictures import read_pixels, square_pixels
 from paceline.data.sample_arrays import as_samples, as_tensor
+from paceline.data.sources.arrays import require_finite
 from paceline.errors import UserError
 from paceline.settings.schema import Config
 from paceline.settings.tasks import LABEL_THRESHOLD, MULTI_LABEL, REGRESSION
@@ -91,7 +92,9 @@ def predict(opened: OpenModel, images: Images, transform: Transform | None = Non
     """The most likely class of each image and the probabilities of all classes, or the values of a regression."""
     task, classes = opened.record.info.task, opened.record.info.classes
     predictions = []
-    for row in as_answers(task, predict_logits(opened, images, transform)).tolist():
+    outputs = predict_logits(opened, images, transform)
+    _require_finite_outputs(outputs)
+    for row in as_answers(task, outputs).tolist():
         named = dict(zip(classes, row, strict=True))
         if task == REGRESSION:
             predictions.append(Prediction("", math.nan, {}, values=named))
@@ -100,6 +103,18 @@ def predict(opened: OpenModel, images: Images, transform: Transform | None = Non
         labels = tuple(name for name in ranked if named[name] > LABEL_THRESHOLD) if task == MULTI_LABEL else ()
         predictions.append(Prediction(ranked[0], named[ranked[0]], named, labels))
     return predictions
+
+
+def _require_finite_outputs(outputs: Tensor) -> None:
+    """No class is the likeliest of outputs that are not numbers."""
+    is_bad = ~outputs.isfinite().all(1)
+    if bool(is_bad.any()):
+        raise UserError(
+            "the outputs of the model are not finite numbers",
+            where=f"sample {int(is_bad.int().argmax())}",
+            got=f"{int(is_bad.sum())} of {len(outputs)} samples",
+            hint="run.predict(..., logits=True) returns them; are the values of the sample far from the training data?",
+        )
 
 
 def _as_samples(images: Any, info: DatasetInfo, transform: Transform | None) -> Tensor:
@@ -143,6 +158,7 @@ def _as_arrays(images: Any, info: DatasetInfo) -> Tensor:
     vectors = as_tensor(images)
     samples = vectors.float() if len(info.sample_shape) == 1 and vectors.ndim == 2 else as_samples(images)
     require_same_samples(samples, info)
+    require_finite(samples, torch.arange(len(samples)), "given")
     return samples
 
 

@@ -55,6 +55,8 @@ def caller_state_kept() -> Iterator[None]:
         import numpy as np
         import torch
 
+        from paceline.data.registry import forget_data
+
         python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
         devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
@@ -63,6 +65,7 @@ def caller_state_kept() -> Iterator[None]:
         try:
             yield
         finally:
+            forget_data()  # the caller may change it before the next call
             random.setstate(python)
             np.random.set_state(numpy)
             torch.set_rng_state(cpu)

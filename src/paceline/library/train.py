@@ -17,6 +17,7 @@ from paceline.library.functions import name_of
 from paceline.library.run import Run
 from paceline.library.run_inputs import RunInputs
 from paceline.library.table import Table
+from paceline.runs.folder import unwritable_folder
 from paceline.runs.local_code import refuse_while_importing
 from paceline.runs.place import RunPlace, claimed
 from paceline.runs.stores import is_url
@@ -84,8 +85,10 @@ def train(
             inputs = RunInputs(place.folder)
             try:
                 arguments = _write_inputs(call, place, inputs, is_quiet=quiet)
-            except BaseException:  # also Ctrl-C: nothing has started
+            except BaseException as error:  # also Ctrl-C: nothing has started
                 inputs.undo()
+                if isinstance(error, OSError):
+                    raise unwritable_folder(place.folder, error) from error
                 raise
             try:
                 train_in_child(arguments, place.folder, quiet=quiet, on_epoch=on_epoch)

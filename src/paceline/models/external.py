@@ -285,6 +285,8 @@ def _build_from_function(
 ) -> nn.Module:
     from torch import nn
 
+    from paceline.models.checks import require_values
+
     function = resolve(name, where=WHERE)
     _require_known(name, function, arguments)
     accepted = _accepted(name, function, {"num_classes": num_classes, "input_shape": input_shape, **arguments})
@@ -297,6 +299,7 @@ def _build_from_function(
             got=f"a value of type {type(model).__name__}",
             allowed="a torch.nn.Module",
         )
+    require_values(model, name, where=WHERE)
     return model
 
 

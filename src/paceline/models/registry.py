@@ -8,7 +8,7 @@ this file does not import torch, so a mistyped name is found in a fraction of a 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.data.reference import Resolve, resolve_reference
 from paceline.errors import DataError, UserError
@@ -24,6 +24,10 @@ PUBLISHED_NAMES = tuple(PUBLISHED)  # have ImageNet weights
 VITS = ("vit-ti16", "vit-s16", "vit-b16")
 BUILT_IN = ("mlp", "cnn", "sprint", "sprint-wide", *PUBLISHED_NAMES, *VITS)
 VIT_ARGS = ("patch_size", "width", "depth", "heads", "mlp_ratio", "drop_path")
+_ARGS_WITH_WEIGHTS = (  # of models of timm and torchvision
+    *("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "cache_dir"),
+    *("weights_backbone", "pretrained_backbone"),
+)
 OUTSIDE = "timm:NAME, torchvision:NAME, FILE.py:FUNCTION or package.module:FUNCTION"
 _TIMM_TWINS = {  # with the same parameters
     "vit-ti16": "vit_tiny_patch16_224",
@@ -53,6 +57,8 @@ def check_model_name(name: str) -> None:
 def check_model_args(config: ModelConfig, where: str = "--model-args") -> None:
     """Raise a UserError for arguments that a built-in model does not have. Others are checked when they are built."""
     arguments, name = parse_model_args(config.model_args, where), config.model_name
+    if is_of_collection(name):
+        _refuse_weights_in(arguments, where)
     if ":" in name:
         return
     allowed = VIT_ARGS if name in VITS else ()
@@ -65,6 +71,18 @@ def check_model_args(config: ModelConfig, where: str = "--model-args") -> None:
                 got=", ".join(config.model_args),
                 allowed=", ".join(allowed) or "none",
                 hint=f"--{flag} is a flag" if flag else suggest(argument, allowed),
+            )
+
+
+def _refuse_weights_in(arguments: dict[str, Any], where: str) -> None:
+    """A run must not need the files again when its model is used, and timm may execute code that a file holds."""
+    for argument in arguments:
+        if argument in _ARGS_WITH_WEIGHTS:
+            raise UserError(
+                f"model argument {argument} names weights",
+                where=where,
+                got=argument,
+                hint="--weights FILE, --weights imagenet or --init-from RUN",
             )
 
 

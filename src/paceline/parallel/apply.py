@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.models.checks import require_logits
 from paceline.models.dropout import share_keys
 from paceline.parallel.batchnorm import synchronise_batchnorm
 from paceline.parallel.buffers import begin_alike
@@ -74,8 +75,7 @@ class ParallelModel:
 
     def __call__(self, inputs: Tensor, keys: Tensor | None = None) -> Tensor:
         self.set_keys(keys)
-        logits: Tensor = self.forward(inputs)
-        return logits
+        return require_logits(self.forward(inputs), len(inputs), None, type(self.module).__name__)
 
     def reduce_gradients(self, enabled: bool) -> None:
         """Set whether the next backward pass sums gradients over ranks. Only the last microbatch does."""

@@ -98,6 +98,11 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def unwritable_folder(path: Path, error: OSError) -> UserError:
+    what, hint = "the run folder cannot be created", "--output-dir PATH"
+    return UserError(what, where=str(path), got=error.strerror, hint=hint)
+
+
 def is_lost(folder: Path, error: OSError) -> bool:
     """Whether the folder is removed or read-only, so that no later write can succeed."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -191,12 +196,7 @@ class RunFolder:
             for folder in dict.fromkeys((self.path, self.path.parent, *(path.parent for path in new))):
                 flush(folder)
         except OSError as error:
-            raise UserError(
-                "the run folder cannot be created",
-                where=str(self.path),
-                got=error.strerror,
-                hint="--output-dir PATH",
-            ) from error
+            raise unwritable_folder(self.path, error) from error
 
     @property
     def holds_a_run(self) -> bool:

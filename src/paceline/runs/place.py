@@ -20,6 +20,7 @@ from paceline.runs.folder import (
     RunFolder,
     flush,
     has_checkpoint,
+    unwritable_folder,
 )
 from paceline.runs.json_files import ENVIRONMENT, read_object
 from paceline.runs.patience import is_present, names_in, read_patiently
@@ -48,10 +49,7 @@ def claim_run_folder(name: str) -> Path:
                 _make(path)
                 return path
     except OSError as error:
-        got = error.strerror
-        raise UserError(
-            "the run folder cannot be created", where=str(path), got=got, hint="--output-dir PATH"
-        ) from error
+        raise unwritable_folder(path, error) from error
     raise AssertionError("unreachable")
 
 

@@ -10,7 +10,9 @@ from paceline.settings.schema import DataConfig
 def check_kept(loaded: LoadedConfig) -> None:
     data = loaded.config.data
     if data.keep_share == 1:
-        for name in ("keep_random", "keep_by_sha256"):
+        # A run with `--keep-share 1`, for example in a sweep, is the one without it.
+        unused = () if loaded.origin("keep_share") == "flag" else ("keep_by",)
+        for name in (*unused, "keep_random", "keep_by_sha256"):
             if loaded.origin(name) == "flag":
                 raise UserError(
                     f"{name} needs a keep_share below 1",

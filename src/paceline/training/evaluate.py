@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from paceline.data.loader import Loader
 from paceline.metrics.throughput import Stopwatch
+from paceline.models.checks import require_logits
 from paceline.parallel.apply import ParallelModel, autocast
 from paceline.parallel.collectives import sum_lanes, sum_over_ranks
 from paceline.runtime.detect import World
@@ -103,12 +104,16 @@ def evaluate(
     collected, counted = CollectedOutputs(task, num_classes), torch.zeros(1, dtype=torch.int64, device=world.device)
     model.module.eval()
     batches = loader.evaluation_batches(batch_size, shares_per_rank=shares_per_rank)
+
+    def forward(inputs: Tensor) -> Tensor:
+        return require_logits(model.module(inputs), len(inputs), num_classes, type(model.module).__name__)
+
     try:
         for batch in itertools.islice(batches, max_batches):
             if on_batch is not None:
                 on_batch()
             with autocast(model, world):
-                logits = average_over_views(model.module, batch.inputs, views).float()
+                logits = average_over_views(forward, batch.inputs, views).float()
             if batch.is_counted:
                 scores = score_sums(task, logits, batch.labels)
                 sums[batch.share] += torch.cat([objective.sums(logits, batch.labels), *(s[None] for s in scores)])

@@ -22,6 +22,7 @@ from paceline.checkpoints.store import Checkpoint, open_checkpoint
 from paceline.data.augment import SHIFTED, Pipeline
 from paceline.data.dataset import MOST_CLASSES, DatasetInfo
 from paceline.errors import Cause, CheckpointError, PacelineError, UserError
+from paceline.models.checks import require_logits
 from paceline.models.external import COLLECTIONS, first_line
 from paceline.models.registry import build_model, check_model_name
 from paceline.runs.json_files import COUNT, Fields, ListOf, Number, Word, fit
@@ -167,16 +168,7 @@ class ModelRecord:
             handle.remove()
 
     def _check_output(self, model: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
-        wanted = [len(inputs[0]), self.info.num_classes]
-        found = list(output.shape) if isinstance(output, Tensor) else None
-        if found != wanted:
-            raise UserError(
-                "the model returns something else than logits",
-                where=self.model.model_name,
-                got=f"a {type(output).__name__}" + (f" of shape {found}" if found is not None else ""),
-                allowed=f"a tensor of shape {wanted}: samples, classes",
-                cause=Cause.USER_CODE,
-            )
+        require_logits(output, len(inputs[0]), self.info.num_classes, self.model.model_name)
 
     def build_model(self) -> nn.Module:
         """The model without its weights, on the CPU. The caller's random state does not change."""

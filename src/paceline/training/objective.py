@@ -2,7 +2,7 @@
 
 A user's loss is a function of (logits, labels) that returns the mean over the samples, or one value per sample. A
 metric returns one value per sample; its mean over all samples of all ranks is reported after each validation and test.
-`explain_own_code` explains errors of the first step whose cause is the user's model or loss, which a restart repeats.
+`explain_own_code` explains errors whose cause is the user's model or loss, which a restart repeats.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paceline.data.mixing import hard_labels
 from paceline.data.reference import Resolve, resolve_reference
 from paceline.errors import Cause, PacelineError, UserError, text_of
 from paceline.models.external import first_line
+from paceline.runs.local_code import is_local
 from paceline.settings.schema import Config
 from paceline.settings.tasks import MULTI_LABEL, SINGLE_LABEL, has_own_loss, loss_name, parse_class_weights
 from paceline.training.losses import BuiltInLoss, balanced_weights
@@ -37,6 +38,12 @@ _DOES_NOT_FIT = re.compile(
     r"|batch_size.* to match|normalized_shape|must match the existing size|given groups="
     r"|same dtype|expected scalar type|input type .* type .* should be the same",
     re.IGNORECASE,
+)
+
+# Exceptions of code that is wrong, which a restart repeats. RuntimeError and OSError may have other causes.
+_MISTAKES = (
+    *(TypeError, AttributeError, NameError, ValueError, LookupError, ArithmeticError, AssertionError),
+    *(NotImplementedError, ImportError),
 )
 
 
@@ -233,37 +240,37 @@ def require_weight_per_class(config: Config, classes: tuple[str, ...]) -> None:
         )
 
 
-def explain_own_code(error: Exception, config: Config) -> UserError | None:
-    """None for an error that says nothing about functions of the user's own."""
+def explain_own_code(error: Exception, config: Config, phase: str) -> UserError | None:
+    """None for an error that says nothing about code of the user's own. `phase`: what failed."""
     names = [name for name in (config.model.model_name, config.train.loss) if ":" in name]
-    text = text_of(error)
-    if not names or isinstance(error, PacelineError | OSError | torch.OutOfMemoryError):
+    text, what, line = text_of(error), " or ".join(names), _line_of(error)
+    if isinstance(error, PacelineError | OSError | torch.OutOfMemoryError):
         return None
-    what = " or ".join(names)
-    where = _line_of(error, names)
-    if _NO_GRADIENT in text:
+    if names and _NO_GRADIENT in text:
         return UserError(
             f"the loss of {what} has no gradient",
-            where=where,
+            where=line or names[0],
             got=first_line(error),
-            allowed="a loss computed from the logits by differentiable operations",
-            hint="leave out argmax, detach() and .item()",
+            allowed="a loss computed from the logits by differentiable operations, and parameters that are trained",
+            hint="leave out argmax, detach(), .item() and requires_grad_(False)",
             cause=Cause.USER_CODE,
         )
-    if not _DOES_NOT_FIT.search(text):
-        return None
-    return UserError(
-        f"the first step failed: {what} does not fit the data",
-        where=where,
-        got=first_line(error),
-        allowed="a model that takes a batch of samples and returns one value per class for each of them",
-        hint="does the model function use num_classes and input_shape?",
-        cause=Cause.USER_CODE,
-    )
+    if names and _DOES_NOT_FIT.search(text):
+        return UserError(
+            f"{phase} failed: {what} does not fit the data",
+            where=line or names[0],
+            got=first_line(error),
+            allowed="a model that takes a batch of samples and returns one value per class for each of them",
+            hint="does the model function use num_classes and input_shape?",
+            cause=Cause.USER_CODE,
+        )
+    if line and isinstance(error, _MISTAKES):
+        return UserError(f"{phase} failed in your code", where=line, got=first_line(error), cause=Cause.USER_CODE)
+    return None
 
 
-def _line_of(error: Exception, names: list[str]) -> str:
-    """The innermost line in a file of the user's; else the name."""
-    files = {Path(name.rpartition(":")[0]).name for name in names}
-    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name in files]
-    return f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else names[0]
+def _line_of(error: Exception) -> str:
+    """The innermost line in a file of the user's. Empty: there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_file() and is_local(Path(frame.filename))]
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""

@@ -22,6 +22,7 @@ from paceline.errors import (
     OwnerLost,
     PacelineError,
     Preempted,
+    UserError,
     explain_exit,
     text_of,
 )
@@ -50,7 +51,7 @@ from paceline.runtime.detect import RankEnvironment, World, identify_job
 from paceline.runtime.group import allow_suspension, prepare_rank, process_group
 from paceline.runtime.this_rank import leave_error_file, reported_to
 from paceline.settings.load import LoadedConfig, to_yaml
-from paceline.settings.schema import SHARDED
+from paceline.settings.schema import SHARDED, Config
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
 from paceline.training.objective import explain_own_code
@@ -108,8 +109,7 @@ def _train_with_status(loaded: LoadedConfig, world: World, place: RunPlace, guar
                 _check_split_of_function(loaded)
                 results = run(config, world, place, guards)
         except Exception as error:
-            is_first_step = guards.watchdog.longest_step_s == 0
-            explained = explain_own_code(error, config) if is_first_step else None
+            explained = _explain(error, config, guards)
             if explained is not None:
                 raise explained from error
             raise
@@ -135,6 +135,13 @@ def _train_with_status(loaded: LoadedConfig, world: World, place: RunPlace, guar
         folder.write_status("finished", step=results.steps, **results.for_status(), **describe_console_loss())
         print_result(results, folder)
     return results
+
+
+def _explain(error: Exception, config: Config, guards: Guards) -> UserError | None:
+    """Later steps are not explained: their errors may have causes that a restart ends."""
+    if guards.watchdog.longest_step_s == 0:
+        return explain_own_code(error, config, "the first step")
+    return explain_own_code(error, config, "the evaluation") if guards.watchdog.pulse.phase == "evaluate" else None
 
 
 def _check_split_of_function(loaded: LoadedConfig) -> None:

@@ -12,7 +12,10 @@ import pytest
 
 from harness.cli import paceline
 from paceline.errors import UserError
+from paceline.launch.request import read_request
 from paceline.tools.study.collect import Measured
+from paceline.tools.study.grid import Asked, continue_study, plan_study, write_spec
+from paceline.tools.study.shared_settings import shared_settings
 from paceline.tools.study.sweep import (
     SweepSpec,
     continue_sweep,
@@ -132,6 +135,35 @@ def test_a_sweep_can_grow_and_refuses_other_settings(tmp_path: Path) -> None:
     (tmp_path / "other" / "thesis.txt").write_text("text")
     with pytest.raises(UserError, match="do not belong"):
         continue_sweep(tmp_path / "other", first)
+
+
+def test_an_edited_recipe_is_another_sweep(tmp_path: Path) -> None:
+    """Finished cells and new ones would have other settings than the ones that are compared."""
+    recipe, folder = tmp_path / "own.yaml", tmp_path / "sweep"
+    words = ("sweep", str(recipe), "base_lr=0.1,0.2", "--dry-run", "--output-dir", str(folder))
+    recipe.write_text("dataset: shapes\nepochs: 2\nmomentum: 0.9\n")
+    settings = shared_settings(str(recipe), (), ["base_lr"])
+    points = make_points(parse_axes(["base_lr=0.1"], is_random=False))
+    write_sweep(folder, SweepSpec(str(recipe), "own", (), points, 1, 64, settings=settings))
+    assert read_sweep(folder).settings == settings
+    recipe.write_text("dataset: shapes\nepochs: 2\nmomentum: 0.9\nbase_lr: 0.3\nmax_restarts: 7  # of no effect\n")
+    same = paceline(*words, cwd=tmp_path)
+    assert (same.code, "2 cells" in same.out) == (0, True), same
+    recipe.write_text("dataset: shapes\nepochs: 2\nmomentum: 0.5\n")
+    answer = paceline(*words, cwd=tmp_path)
+    assert (answer.code, "momentum: 0.5; there: 0.9" in answer.err) == (2, True), answer
+
+
+def test_an_edited_recipe_is_another_study(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("dataset: shapes\nepochs: 2\nmomentum: 0.9\n")
+    spec = plan_study(read_request(str(recipe), []), Asked(world_sizes=(1,)), [], place="slurm", threads=1)
+    write_spec(tmp_path / "study", spec)
+    assert continue_study(tmp_path / "study", spec) == spec
+    recipe.write_text("dataset: shapes\nepochs: 2\nmomentum: 0.5\n")
+    changed = plan_study(read_request(str(recipe), []), Asked(world_sizes=(1,)), [], place="slurm", threads=1)
+    with pytest.raises(UserError):
+        continue_study(tmp_path / "study", changed)
 
 
 def test_results_are_means_over_seeds_best_first() -> None:

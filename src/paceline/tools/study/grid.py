@@ -22,6 +22,7 @@ from paceline.settings.load import LoadedConfig
 from paceline.settings.rules import check_world
 from paceline.settings.small_files import parse_json
 from paceline.settings.values import Setting
+from paceline.tools.study.shared_settings import require_same_settings, shared_settings
 
 STUDY_FILE = "study.json"
 _WHOLE = Number(1, 10**6, is_whole=True)
@@ -32,7 +33,7 @@ _SHAPE = Fields(
         **{"scaling": Word(("strong", "weak", "both")), "global_batch_size": Number(1, 10**9, is_whole=True)},
         "stated": ListOf(str),
     },
-    optional={"place": str, "launch": dict},
+    optional={"place": str, "launch": dict, "settings": dict},
 )
 CELLS = "cells"
 BY_HAND = "by hand"  # the place of runs that no study started
@@ -106,6 +107,7 @@ class StudySpec:
     stated: tuple[str, ...] = ()  # settings that the study chose, as text
     place: str = "local"  # or slurm, or by hand
     launch: dict[str, Any] = field(default_factory=dict)  # for Slurm: nodes and other options, as given
+    settings: dict[str, Any] = field(default_factory=dict)  # of every cell, as resolved from recipe and flags
     continues_cells = False  # a cell is measured in one piece
 
     @property
@@ -190,6 +192,7 @@ def continue_study(folder: Path, spec: StudySpec) -> StudySpec:
                 got=f"{name.replace('_', ' ')}: {_show(new)}; there: {_show(old)}",
                 hint="--output-dir PATH for a new one, or use the same flags to continue",
             )
+    require_same_settings(folder, "study", before.settings, spec.settings)
     kinds = {before.scaling, spec.scaling}
     return replace(
         spec,
@@ -244,10 +247,11 @@ def plan_study(
     """
     sizes = sorted(set(asked.world_sizes or _default_sizes(loaded)))
     added, stated = _settle(loaded, sizes, place, threads)
+    recipe, of_cells = recipe_argument(loaded), (*_without_batch(flags), *added)
     return StudySpec(
-        recipe=recipe_argument(loaded),
+        recipe=recipe,
         name=loaded.recipe_name,
-        flags=(*_without_batch(flags), *added),
+        flags=of_cells,
         world_sizes=tuple(sizes),
         strategies=tuple(strategy for strategy in STRATEGIES if strategy in asked.strategies),
         repeats=asked.repeats,
@@ -255,6 +259,7 @@ def plan_study(
         global_batch_size=loaded.config.train.global_batch_size,
         stated=tuple(stated),
         place=place,
+        settings=shared_settings(recipe, of_cells, TAKEN),
     )
 
 

@@ -12,7 +12,7 @@ import math
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from paceline.settings.schema import field_table
 from paceline.settings.small_files import parse_json
 from paceline.settings.values import unknown_name
 from paceline.tools.study.grid import CELLS, Cell, refuse_foreign_files
+from paceline.tools.study.shared_settings import require_same_settings
 
 SWEEP_FILE = "sweep.json"
 SEED = "seed"
@@ -35,7 +36,8 @@ _SHAPE = Fields(
     required={
         **{"recipe": str, "name": str, "flags": ListOf(str), "place": str, "stated": ListOf(str)},
         **{"world_size": _WHOLE, "global_batch_size": _WHOLE, "points": ListOf(ListOf(ListOf(str)))},
-    }
+    },
+    optional={"settings": dict},
 )
 _EXAMPLES = "base_lr=0.1,0.2, seed=1..3, or with --random N also base_lr=0.01..1"
 
@@ -92,6 +94,7 @@ class SweepSpec:
     global_batch_size: int
     place: str = "local"
     stated: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)  # that all cells share
     continues_cells = True  # an interrupted cell continues from its checkpoint
 
     @property
@@ -203,7 +206,7 @@ def make_points(axes: Sequence[Axis], num_random: int = 0) -> tuple[Point, ...]:
 
 def write_sweep(folder: Path, spec: SweepSpec) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("recipe", "name", "flags", "points", "world_size", "global_batch_size", "place", "stated")
+    names = ("recipe", "name", "flags", "points", "world_size", "global_batch_size", "place", "stated", "settings")
     write_json(folder / SWEEP_FILE, {name: getattr(spec, name) for name in names})
 
 
@@ -216,7 +219,8 @@ def read_sweep(folder: Path) -> SweepSpec:
         varied = {tuple(name for name, _ in point) for point in points}
         if len(varied) != 1 or not set(*varied) <= field_table().keys():
             raise ValueError(f"points with other settings: {sorted(varied)}")
-        return SweepSpec(**known, flags=tuple(values["flags"]), stated=tuple(values["stated"]), points=points)
+        lists = {name: tuple(values[name]) for name in ("flags", "stated")}
+        return SweepSpec(**known, **lists, points=points, settings=values.get("settings", {}))
     except FileNotFoundError as error:
         raise UserError("this is not a sweep", where=str(folder), hint="a folder that paceline sweep wrote") from error
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -247,6 +251,7 @@ def continue_sweep(folder: Path, spec: SweepSpec) -> SweepSpec:
             allowed=", ".join(sorted(names)),
             hint="--output-dir PATH for a new one",
         )
+    require_same_settings(folder, "sweep", before.settings, spec.settings)
     merged = dict.fromkeys(tuple(sorted(point)) for point in (*before.points, *spec.points))
     order = [name for name, _ in before.points[0]]
     points = tuple(tuple(sorted(point, key=lambda item: order.index(item[0]))) for point in merged)
