@@ -23,7 +23,7 @@ def as_tensor(values: Any) -> Tensor:
     if hasattr(values, "toarray") or (is_tensor and values.layout != torch.strided):  # scipy's, or torch's
         hint = f"x.{'to_dense' if is_tensor else 'toarray'}()"
         raise UserError("sparse samples are not supported", got=kind_of(values), allowed=EXPECTED_SAMPLE, hint=hint)
-    if is_tensor:
+    if isinstance(values, Tensor):
         return values.detach()
     refuse_masked(values)
     try:

@@ -219,7 +219,7 @@ def read_sweep(folder: Path) -> SweepSpec:
         varied = {tuple(name for name, _ in point) for point in points}
         if len(varied) != 1 or not set(*varied) <= field_table().keys():
             raise ValueError(f"points with other settings: {sorted(varied)}")
-        lists = {name: tuple(values[name]) for name in ("flags", "stated")}
+        lists: dict[str, Any] = {name: tuple(values[name]) for name in ("flags", "stated")}
         return SweepSpec(**known, **lists, points=points, settings=values.get("settings", {}))
     except FileNotFoundError as error:
         raise UserError("this is not a sweep", where=str(folder), hint="a folder that paceline sweep wrote") from error

@@ -85,11 +85,9 @@ def check_round_trip(path: Path) -> None:
     if left == "nothing":
         raise Failed("rank-0-does-not-save", "save on rank 0 wrote nothing", "Rank 0 saves: `if rank != 0: return`.")
     if found is None:
-        raise Failed(
-            "not-found-again",
-            f"save was called; the folder holds {left}; load_latest returned None",
-            "load_latest must look for the name that save gives, and return None only if there is no such file.",
-        )
+        what = f"save was called; the folder holds {left}; load_latest returned None"
+        hint = "load_latest must look for the name that save gives, and return None only if there is no such file."
+        raise Failed("not-found-again", what, hint)
     step, names, is_same = found
     if missing := {"weights", "momentum"} - set(names):
         raise Failed(
@@ -98,11 +96,9 @@ def check_round_trip(path: Path) -> None:
             "The next step depends on all of `state`, also on the optimizer's momentum. Save and return all of it.",
         )
     if extra := set(names) - {"weights", "momentum"}:
-        raise Failed(
-            "more-than-the-state",
-            f"load_latest returned a state with {', '.join(sorted(extra))} in it",
-            "Return the step and the state separately: content.pop('step') takes the step out.",
-        )
+        what = f"load_latest returned a state with {', '.join(sorted(extra))} in it"
+        hint = "Return the step and the state separately: content.pop('step') takes the step out."
+        raise Failed("more-than-the-state", what, hint)
     if step != 3:
         raise Failed("wrong-step-loaded", f"saved step 3; load_latest returned {step}", "Save the step, and return it.")
     if not is_same:
@@ -311,9 +307,7 @@ def check_resume(path: Path) -> None:
         try_ranks(path, 2, _train, [folder, folder], _KILLED_IN)
         left = _list_files(folder)
         # Each rank resumes from a copy: code that saves too early must not change what the other rank loads.
-        copies = [folder.with_name(f"rank-{rank}") for rank in range(2)]
-        for copy in copies:
-            shutil.copytree(folder, copy)
+        copies = [shutil.copytree(folder, folder.with_name(f"rank-{rank}")) for rank in range(2)]
         ranks = require_values(try_ranks(path, 2, _train, copies, None))
     for rank, resumed in enumerate(ranks):
         _check_steps(resumed.steps, left)
