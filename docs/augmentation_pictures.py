@@ -3,8 +3,9 @@
     python docs/augmentation_pictures.py            write the pictures
     python docs/augmentation_pictures.py --check    list the pictures that are out of date; exit code 1 if there are any
 
-A picture is a row: the original, then the inputs of one sample in consecutive epochs. Rows of single operations show
-eight strengths instead. A level of difference is allowed: CPUs round resized pixels differently.
+A picture is a row: the original, then the inputs of one sample in consecutive epochs, or its repeats in one batch.
+Rows of single operations show eight strengths instead. A level of difference is allowed: CPUs round resized pixels
+differently.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from paceline.data import policies
 from paceline.data.augment import Pipeline, build_pipeline
 from paceline.data.dataset import DatasetInfo
+from paceline.data.order import draw_keys
 from paceline.data.preview import to_pixels
 from paceline.settings.schema import DataConfig
 
@@ -49,6 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "erase": {"erase": 0.5},
     "mixup": {"mixup_alpha": 1.0},
     "cutmix": {"cutmix_alpha": 1.0},
+    "resolution-schedule": {"augment": "resized-crop", "resolution_schedule": "0:32,3:48,6:64"},
+    "repeat-augment": {"augment": "resized-crop", "repeat_augment": 8},
 }
 OPERATIONS = {
     "shear-x": policies.SHEAR_X,
@@ -122,7 +126,7 @@ def rows() -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     for name, settings in SETTINGS.items():
         config = DataConfig(**{"augment": "none", "image_size": _SIDE, **settings})
         info = DatasetInfo("drawn", 2, 1, ("house", "boat"), (3, _SIDE, _SIDE), (0.5,) * 3, (0.25,) * 3)
-        yield name, _strip([pair[0], *_epochs(build_pipeline(config, info, _SEED), pair)])
+        yield name, _strip([pair[0], *_inputs(build_pipeline(config, info, _SEED), pair)])
     for name, operation in OPERATIONS.items():
         strengths = torch.linspace(0, policies.BINS - 1, _TILES - 1)
         samples = pair[:1].expand(_TILES - 1, -1, -1, -1).contiguous()
@@ -132,11 +136,13 @@ def rows() -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         yield name, _strip([pair[0], *changed])
 
 
-def _epochs(pipeline: Pipeline, pair: Tensor) -> Iterator[Tensor]:
+def _inputs(pipeline: Pipeline, pair: Tensor) -> Iterator[Tensor]:
+    """The inputs of the first sample: one per epoch, or all of its repeats in epoch 0."""
     ids, labels = torch.tensor([_SAMPLE, _SAMPLE + 1]), torch.tensor([0, 1])
-    for epoch in range(_TILES - 1):
-        drawn = pipeline.draw(ids, pipeline.keys_of(epoch))
-        inputs, _ = pipeline.mix(pipeline.augment(pair, drawn), labels, drawn)
+    for number in range(_TILES - 1):
+        epoch, repeat = (0, number) if pipeline.repeats > 1 else (number, 0)
+        drawn = pipeline.draw(draw_keys(ids, repeat), pipeline.keys_of(epoch))
+        inputs, _ = pipeline.mix(pipeline.in_epoch(epoch).augment(pair, drawn), labels, drawn)
         yield to_pixels(inputs, pipeline)[0]
 
 
@@ -144,7 +150,7 @@ def _strip(tiles: list[Tensor]) -> np.ndarray[Any, Any]:
     step = _SIDE + _GAP
     row = np.full((_SIDE, step * len(tiles) - _GAP, 3), 255, dtype=np.uint8)
     for number, tile in enumerate(tiles):
-        row[:, number * step : number * step + _SIDE] = tile.permute(1, 2, 0).numpy()
+        row[: tile.shape[1], number * step : number * step + tile.shape[2]] = tile.permute(1, 2, 0).numpy()
     return row
 
 

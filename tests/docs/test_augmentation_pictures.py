@@ -31,3 +31,4 @@ def test_the_guide_shows_every_picture_and_every_augmentation_has_one() -> None:
     names = {name.replace("_", "-") for name in Extras.__dataclass_fields__ if name not in PARTS}
     assert names - {"policy", "mixing"} <= files
     assert {"light", "gentle", "lively", "imagenet", "resized-crop", "mixup", "cutmix", "cutout"} <= files
+    assert {"resolution-schedule", "repeat-augment"} <= files

@@ -1,4 +1,4 @@
-# hint: loop-over-own-lanes
+# hint: own-lanes-without-tree
 # A tree over ranks, but a loop over lanes.
 """Lesson 9: exactness. Fill the gaps, then: paceline course check 9
 

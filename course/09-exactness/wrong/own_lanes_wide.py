@@ -1,4 +1,4 @@
-# hint: higher-precision
+# hint: own-lanes-without-tree
 # Adds the own lanes in float64.
 """Lesson 9: exactness. Fill the gaps, then: paceline course check 9
 

@@ -287,7 +287,7 @@ class RunConfig:
     """Steps between two logged steps."""
 
     metric_lines: bool = False
-    """Print one [METRIC] line per epoch for scripts, in the form that the course's collect_results.py reads."""
+    """Print one line per epoch for scripts: [METRIC] epoch= time= val_loss= acc= peak_mem=."""
 
     track: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ("tensorboard",)
     """Also write metrics to these trackers (mlflow and wandb need their extra; both offline)."""

@@ -51,9 +51,8 @@ def _halves(values: list[Tensor]) -> Tensor:
 
 
 def _wide_sums(parts: list[list[Tensor]]) -> list[list[Tensor]]:
-    """The ranks' sums, with float64 for the own lanes, for the sum over ranks, or for both."""
-    wide = [torch.stack(part).double().sum(0) for part in parts]
-    return [[value.float() for value in wide], [_tree(part).double() for part in parts], wide]
+    """The ranks' sums for a sum over ranks in float64, with own lanes in float32 or in float64."""
+    return [[_tree(part).double() for part in parts], [torch.stack(part).double().sum(0) for part in parts]]
 
 
 def _is_sum(bits: list[int]) -> bool:
@@ -177,15 +176,21 @@ def _explain_sum(found: list[list[int]], has_reduction: bool) -> Failed:
             "Torch added the ranks' sums (all_reduce or reduce). With two ranks there is one order; with four, the "
             "order depends on the algorithm. Gather the ranks' sums, and finish the tree yourself.",
         )
-    if any(found[0] == _bits(_tree(wide).float()) for wide in _wide_sums(parts)):
+    if world_size > 1 and any(found[0] == _bits(_tree(wide).float()) for wide in _wide_sums(parts)):
         return Failed("higher-precision", what, _NO_MORE_DIGITS)
     loops = (
         _left_to_right,
         lambda part: torch.stack(part).cumsum(0)[-1],
         lambda part: torch.stack(part).sum(0),
+        lambda part: torch.stack(part).double().sum(0).float(),
     )
     if any(found[0] == _bits(_tree([loop(part) for part in parts])) for loop in loops):
-        return Failed("loop-over-own-lanes", what, "The lanes of a rank are added one after the other. Use tree_sum.")
+        return Failed(
+            "own-lanes-without-tree",
+            what,
+            "The lanes of a rank are added one after the other, or with more digits (float64, cumsum). Use tree_sum: "
+            "if the order is fixed, float32 is enough.",
+        )
     if found[0] == _bits(_left_to_right(sums)):
         return Failed(
             "loop-over-ranks", what, "The ranks' sums are added from left to right. Use tree_sum for them too."

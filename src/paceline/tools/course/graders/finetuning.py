@@ -192,8 +192,8 @@ def check_freezing(path: Path) -> None:
         raise Failed(
             "statistics-move",
             f"two steps changed {', '.join(backbone[:2])}, ...",
-            "BatchNorm updates its running statistics in training mode, also without gradients. Each rank sees other "
-            "samples, so the ranks' backbones even become different. Put the backbone into eval mode.",
+            "BatchNorm updates its running statistics in training mode, also without gradients. Here the backbones of "
+            "the ranks even become different, since each rank sees other samples. Put the backbone into eval mode.",
         )
     if not changed:
         raise Failed("head-frozen", "two steps changed nothing", "The head must be trained: requires_grad_(True).")
