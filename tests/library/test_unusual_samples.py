@@ -14,6 +14,8 @@ import paceline
 from paceline.data.labels import as_raw_labels
 from paceline.data.sample_arrays import as_samples
 from paceline.errors import EXIT_USER, PacelineError, UserError
+from paceline.library.data_objects import read_objects
+from paceline.library.functions import write_down
 
 DRAW = np.random.default_rng(0)
 X, Y = DRAW.normal(size=(80, 4)).astype("float32"), DRAW.integers(0, 2, 80)
@@ -84,6 +86,18 @@ def test_a_missing_label_is_no_class(labels: Any) -> None:
     assert refused.value.hint == "leave out the samples without a label"
 
 
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_a_text_that_only_another_part_has_must_be_stated_as_a_class(part: str) -> None:
+    """A mistyped label would become a class of the model."""
+    rows: dict[str, Any] = {part: (X[:3], ["cat", "dgo", "cow"])}
+    train = X[:30], ["cat", "dog", "cow"] * 10
+    with pytest.raises(UserError) as refused:
+        read_objects(train, **rows)
+    assert (f"{part} part" in refused.value.what, refused.value.got) == (True, "'dgo'")
+    names = ("cat", "cow", "dgo", "dog")
+    assert read_objects(train, **rows, classes=names).data.info.classes == names
+
+
 @pytest.mark.parametrize("labels", [["a", "b"], ("a", np.str_("b")), np.array(["a", "b"], dtype=object)])
 def test_texts_are_classes(labels: Any) -> None:
     assert as_raw_labels(labels).tolist() == ["a", "b"]
@@ -95,3 +109,16 @@ def test_a_run_folder_below_a_file_is_the_users_error(tmp_path: Path) -> None:
         paceline.train(model="mlp", data=(X, Y), output_dir=tmp_path / "file" / "run", **QUICK)
     assert (refused.value.exit_code, refused.value.where) == (EXIT_USER, str(tmp_path / "file" / "run"))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+LAYERS = {"relu": nn.ReLU, "tanh": nn.Tanh}
+
+
+def test_a_dict_of_layers_reaches_the_ranks_as_source() -> None:
+    def build(num_classes: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, num_classes), LAYERS["tanh"]())
+
+    names: dict[str, Any] = {}
+    exec(write_down([build]), names)
+    assert names["LAYERS"] == LAYERS
+    assert isinstance(names["build"](2)[1], nn.Tanh)

@@ -44,7 +44,7 @@ def test_a_recipe_may_hold_a_mapping_or_a_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["timm:resnet18", "torchvision:resnet18"])
 @pytest.mark.parametrize("argument", ["checkpoint_path=x.pth", "pretrained_cfg_overlay={}", "weights_backbone=DEFAULT"])
 def test_arguments_cannot_name_files_of_weights(name: str, argument: str) -> None:
-    """timm reads a checkpoint_path with pickle, up to some version: a run of another person would execute code."""
+    """timm 1.0.9 reads a checkpoint_path with pickle: a run of another person would execute code."""
     with pytest.raises(UserError) as refused:
         check_model_args(ModelConfig(model_name=name, model_args=(argument,)))
     assert refused.value.got == argument.partition("=")[0]

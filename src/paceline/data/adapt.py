@@ -15,7 +15,14 @@ from PIL import Image
 from torch import Tensor
 
 from paceline.data.dataset import Dataset, DatasetInfo, LoadedData, ResidentDataset
-from paceline.data.labels import RawLabels, as_raw_labels, class_names, encode_labels, no_samples
+from paceline.data.labels import (
+    RawLabels,
+    as_raw_labels,
+    class_names,
+    encode_labels,
+    no_samples,
+    require_trained_labels,
+)
 from paceline.data.parts import PARTS, TEST, TRAIN, VALIDATION, part_named
 from paceline.data.pictures import DECODER, as_rgb
 from paceline.data.sample_arrays import as_samples, as_tensor, kind_of
@@ -81,6 +88,8 @@ def adapt_parts(
         classes = opened[TRAIN].classes
     if task == SINGLE_LABEL:
         names = class_names(classes, [part.labels for part in opened.values()])
+        if classes is None:
+            require_trained_labels({part: found.labels for part, found in opened.items()})
     else:
         names = column_names(classes, {part: found.labels.shape[1] for part, found in opened.items()}, task)
     parts = {part: found.numbered(names) for part, found in opened.items()}

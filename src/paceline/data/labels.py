@@ -6,7 +6,7 @@ classes already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.dataset import MOST_CLASSES
+from paceline.data.parts import TRAIN
 from paceline.errors import UserError
 from paceline.settings.text import check_text
 
@@ -110,6 +111,23 @@ def class_names(classes: Any, labels: Sequence[RawLabels]) -> tuple[str, ...]:
     if len(names) < 2:
         raise UserError("all labels are the same", got=repr(names[0]), allowed="two or more classes")
     return tuple(check_text(name, "the name of a class", where="labels") for name in names)
+
+
+def require_trained_labels(labels: Mapping[str, RawLabels]) -> None:
+    """UserError for a text that no training sample has: it may be mistyped. `labels`: of each part.
+
+    A number may be missing in training, as long as the numbers of all parts have no gap.
+    """
+    trained = np.unique(labels[TRAIN])
+    for part, found in labels.items():
+        unknown = np.setdiff1d(found, trained).tolist() if found.dtype.kind == "U" else []
+        if unknown:
+            raise UserError(
+                f"a label of the {part} part does not occur in the training part",
+                got=", ".join(map(repr, unknown[:8])),
+                allowed=", ".join(map(repr, trained.tolist()[:12])) + (", ..." if len(trained) > 12 else ""),
+                hint="if a class has no training samples, state all: classes=[...], or return train, test, classes",
+            )
 
 
 def _require_two(names: list[str]) -> tuple[str, ...]:

@@ -140,6 +140,12 @@ class _Pieces:
         if isinstance(value, tuple | list):
             items = "".join(f"{self._express(item, name, needed_by)}, " for item in value)
             return f"({items})" if isinstance(value, tuple) else f"[{items}]"
+        if type(value) is dict:
+            pairs = (
+                (self._express(key, name, needed_by), self._express(item, name, needed_by))
+                for key, item in value.items()
+            )
+            return f"{{{', '.join(f'{key}: {item}' for key, item in pairs)}}}"
         raise _refusal(name, f"a {type(value).__name__}", needed_by)
 
     def _call(self, function: str, arguments: list[Any], keywords: dict[str, Any], name: str, needed_by: str) -> str:
