@@ -65,7 +65,6 @@ def wanted(sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         ("zip", 2, ()),
         ("store", 1, ()),
         ("store", 2, KILL),
-        ("parquet", 2, KILL),
     ],
 )
 def test_every_source_trains_the_same_weights(
@@ -76,9 +75,14 @@ def test_every_source_trains_the_same_weights(
     wanted: tuple[str, list[float]],
     tmp_path: Path,
 ) -> None:
-    if kind == "parquet":
-        need_packages("pyarrow")
     assert run(tmp_path / "run", sources[kind], ranks, *flags) == wanted
+
+
+def test_parquet_files_train_the_same_weights(
+    sources: dict[str, str], wanted: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    need_packages("pyarrow")
+    assert run(tmp_path / "run", sources["parquet"], 2, *KILL) == wanted
 
 
 def test_windows_train_the_same_weights_on_any_ranks_and_after_a_kill(sources: dict[str, str], tmp_path: Path) -> None:
