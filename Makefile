@@ -27,7 +27,7 @@ FLOWS_READY := .venv-flows/.ready
 QUICK_TESTS := not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal and not fuzz and not long and not guides
 EXTRAS_TESTS := $(addprefix tests/,models/test_external_models.py models/test_external_recipes.py models/test_models.py \
 	models/test_timm_equality.py data/test_picture_ops.py metrics/test_sinks.py cli/test_export.py \
-	data/test_parquet.py)
+	data/test_parquet.py training/test_same_weights_from_sources.py::test_parquet_files_train_the_same_weights)
 FLOWS_TESTS := $(addprefix tests/,integrations/metaflow integrations/runnable \
 	integrations/test_conformance.py checkpoints/test_object_stores.py data/test_s3_data.py) $(wildcard tests/integrations/kubernetes/test_kubernetes*.py)
 

@@ -1,4 +1,4 @@
-"""One set of pictures as a folder, tar, zip and parquet files and in a store trains the same weights.
+"""One set of pictures as a folder, packed shards, tar, zip and parquet files and in a store trains the same weights.
 
 On 1 and 2 ranks, and after a rank was killed. So does data that exceeds its cache, in the order of its windows.
 """
@@ -12,6 +12,7 @@ import pytest
 
 from harness.archive_files import make_pictures, write_parquet, write_webdataset, write_zip
 from harness.cli import paceline
+from harness.extras import need_packages
 from harness.runs import read_results, step_losses
 
 pytestmark = pytest.mark.long
@@ -27,8 +28,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("sources")
     pictures = make_pictures(root / "pictures", {"train": 16, "test": 2})
     shards = write_webdataset(pictures, root / "tar", shards=6)
+    packing = paceline("data", "pack", str(pictures), "packed", "--format=encoded", cwd=root)
+    assert packing.code == 0, packing.err
     found = {
         "folder": str(pictures),
+        "packed": str(root / "packed"),
         "tar": str(shards),
         "zip": str(write_zip(pictures, root / "all.zip")),
         "store": f"file://{shards}",
@@ -47,17 +51,38 @@ def run(cwd: Path, data: str, ranks: int, *flags: str) -> tuple[str, list[float]
     return read_results(cwd / "run")["weights_sha256"], step_losses(cwd / "run")
 
 
-def test_every_source_trains_the_same_weights(sources: dict[str, str], tmp_path: Path) -> None:
-    wanted = run(tmp_path / "folder", sources["folder"], 1)
-    for kind, ranks, flags in (
+@pytest.fixture(scope="module")
+def wanted(sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    return run(tmp_path_factory.mktemp("wanted") / "folder", sources["folder"], 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "flags"),
+    [
+        ("packed", 1, ()),
+        ("packed", 2, KILL),
         ("tar", 2, KILL),
         ("zip", 2, ()),
-        ("store", 2, KILL),
         ("store", 1, ()),
-        ("parquet", 2, ()),
-    ):
-        if kind in sources:
-            assert run(tmp_path / f"{kind}-{ranks}", sources[kind], ranks, *flags) == wanted, (kind, ranks)
+        ("store", 2, KILL),
+    ],
+)
+def test_every_source_trains_the_same_weights(
+    kind: str,
+    ranks: int,
+    flags: tuple[str, ...],
+    sources: dict[str, str],
+    wanted: tuple[str, list[float]],
+    tmp_path: Path,
+) -> None:
+    assert run(tmp_path / "run", sources[kind], ranks, *flags) == wanted
+
+
+def test_parquet_files_train_the_same_weights(
+    sources: dict[str, str], wanted: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    need_packages("pyarrow")
+    assert run(tmp_path / "run", sources["parquet"], 2, *KILL) == wanted
 
 
 def test_windows_train_the_same_weights_on_any_ranks_and_after_a_kill(sources: dict[str, str], tmp_path: Path) -> None:
