@@ -126,7 +126,7 @@ class FileCache:
                 return Outcome.FULL
             is_gone = isinstance(error, FileNotFoundError) and str(error.filename).startswith(str(self._folder))
             if is_gone or not self._folder.is_dir():
-                return Outcome.FULL  # somebody deleted the folder at this moment; the next file makes it again
+                return Outcome.FULL  # the folder was deleted at this moment; the next file makes it again
             raise
 
     def _write(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _WHERE = "data-dir"
-_READ_BYTES = 2**23  # a request for a file that is read from begin to end
+_READ_BYTES = 2**23  # a request for a file that is read from beginning to end
 
 
 class StorePlace:
