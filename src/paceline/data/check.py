@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paceline.data.decoders import in_processes, look_at_pictures
-from paceline.data.encoded_pictures import look_at
+from paceline.data.decoders import in_processes, look_at, look_at_pictures
 from paceline.data.known_files import (
     CIFAR10_FILES,
     CIFAR10_FOLDER,

@@ -1,4 +1,4 @@
-"""Decodes pictures in processes, chunk by chunk, in order and with a bounded queue. Imports no torch.
+"""Decodes pictures, one by one or in processes: chunk by chunk, in order, with a bounded queue. Imports no torch.
 
 The processes are spawned, so they inherit nothing. They exit when their parent exits for any reason.
 """
@@ -18,14 +18,25 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paceline.data.encoded_pictures import EncodedPictures
 from paceline.data.pictures import Seen, look_at_picture
-from paceline.errors import DataError
+from paceline.errors import DataError, UnavailableData
 from paceline.runs.interpreter import safe_path
 
 _WAITING_CHUNKS = 16  # per process: enough work while the caller is busy
 
 Key = TypeVar("Key")
 Result = TypeVar("Result")
+
+
+def look_at(pictures: EncodedPictures, index: int) -> Seen | str:
+    """Decode a picture. If it cannot be read: why."""
+    try:
+        return look_at_picture(pictures.read(index))
+    except UnavailableData:
+        raise
+    except DataError as error:
+        return str(error.got)
 
 
 def in_processes(

@@ -10,9 +10,6 @@ import hashlib
 from collections.abc import Iterable
 from typing import Protocol
 
-from paceline.data.pictures import Seen, look_at_picture
-from paceline.errors import DataError, UnavailableData
-
 FILES = "files"  # the kind of contents that `digest_of_files` makes
 
 
@@ -39,16 +36,6 @@ class EncodedPictures(Protocol):
     def contents(self) -> str:
         """A digest for the fingerprint of a run's data. It reads no picture."""
         ...
-
-
-def look_at(pictures: EncodedPictures, index: int) -> Seen | str:
-    """Decode a picture. If it cannot be read: why."""
-    try:
-        return look_at_picture(pictures.read(index))
-    except UnavailableData:
-        raise
-    except DataError as error:
-        return str(error.got)
 
 
 def digest_of_files(files: Iterable[tuple[bytes, int]]) -> str:

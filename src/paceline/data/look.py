@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from paceline.data.dataset import Channels, Dataset, DatasetInfo, LoadedData, ResidentDataset
+from paceline.data.decoders import look_at
 from paceline.data.encoded import EncodedDataset
-from paceline.data.encoded_pictures import look_at
 from paceline.data.pack import Progress
 from paceline.data.parts import TEST, TRAIN, VALIDATION
 from paceline.data.pictures import Seen, thumbnail
