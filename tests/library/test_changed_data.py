@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,13 @@ def test_plan_and_evaluate_read_changed_data(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
     data = f"{tmp_path / 'own.py'}:load"
     samples = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-    flags = {"model": "mlp", "data": data, "data_dir": str(tmp_path), "global_batch_size": 16, "train_split": 1.0}
+    flags: dict[str, Any] = {
+        "model": "mlp",
+        "data": data,
+        "data_dir": str(tmp_path),
+        "global_batch_size": 16,
+        "train_split": 1.0,
+    }
     np.save(tmp_path / "x.npy", samples[:32])
     assert paceline.plan(**flags, epochs=1, processes=1).total_steps == 2
     np.save(tmp_path / "x.npy", samples)
