@@ -25,14 +25,21 @@ def test_plan_and_evaluate_read_changed_data(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
     data = f"{tmp_path / 'own.py'}:load"
     samples = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-    flags: dict[str, Any] = {"model": "mlp", "data": data, "data_dir": str(tmp_path), "train_split": 1.0}
-    flags |= {"global_batch_size": 16, "epochs": 1, "processes": 1}
+    flags: dict[str, Any] = {
+        "model": "mlp",
+        "data": data,
+        "data_dir": str(tmp_path),
+        "global_batch_size": 16,
+        "train_split": 1.0,
+    }
     np.save(tmp_path / "x.npy", samples[:32])
-    assert paceline.plan(**flags).total_steps == 2
+    assert paceline.plan(**flags, epochs=1, processes=1).total_steps == 2
     np.save(tmp_path / "x.npy", samples)
-    assert paceline.plan(**flags).total_steps == 4
+    assert paceline.plan(**flags, epochs=1, processes=1).total_steps == 4
 
-    run = paceline.train(**flags, augment="none", track=(), quiet=True, output_dir=tmp_path / "run")
+    run = paceline.train(
+        **flags, epochs=1, processes=1, augment="none", track=(), quiet=True, output_dir=tmp_path / "run"
+    )
     assert run.evaluate().accuracy == run.results["test_accuracy"]
     np.save(tmp_path / "x.npy", samples + 1)
     with pytest.raises(DataError):

@@ -82,6 +82,7 @@ def test_samples_of_several_labels_and_of_numbers_have_one_loss() -> None:
     [
         (["--keep-share", "0.5"], "keep_by"),
         (["--keep-random", "0.5"], "keep_share"),
+        (["--keep-by", "run"], "keep_share"),
         (["--keep-share", "0.5", "--keep-by", "run", "--epoch-samples", "100"], "epoch_samples"),
         (["--keep-share", "0.5", "--keep-by", "run", "--sampling", "balanced"], "sampling"),
     ],
@@ -90,6 +91,10 @@ def test_settings_without_effect_are_refused(flags: list[str], word: str) -> Non
     with pytest.raises(UserError) as error:
         check_config(load_config("shapes-cnn", flags))
     assert word in json.dumps(vars(error.value), default=str)
+
+
+def test_the_run_without_it_may_be_a_cell_of_a_sweep() -> None:
+    check_config(load_config("shapes-cnn", ["--keep-share", "1", "--keep-by", "run"]))
 
 
 def test_a_proxy_of_other_data_is_refused(tmp_path: Path, proxies: list[Path]) -> None:
