@@ -173,10 +173,15 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _write_large_sets(folder: Path) -> None:
-    """Small sets in the layouts of large ones: WebDataset, zip, ImageNet, Tiny ImageNet."""
+    """Small sets in the layouts of large ones: WebDataset, zip, CSV files, ImageNet, Tiny ImageNet."""
     parts = make_pictures(folder / "made", {"train": 10, "val": 3})
     write_webdataset(parts, folder / "DATA")
     write_zip(parts, folder / "pictures.zip")
+    shutil.copytree(parts, folder / "LISTED")
+    for part, name in (("train", "train"), ("val", "test")):
+        paths = [path.relative_to(parts) for path in pictures_of(parts / part)]
+        lines = ["path,label", *(f"{path},{path.parts[1]}" for path in paths)]
+        (folder / "LISTED" / f"{name}.csv").write_text("\n".join(lines) + "\n")
     shutil.copytree(parts, folder / "IMAGENET")
     for picture in pictures_of(parts):
         part, label, name = picture.relative_to(parts).parts
