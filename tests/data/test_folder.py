@@ -135,6 +135,12 @@ def test_one_class_only(tmp_path: Path) -> None:
     check_refused(tmp_path, "1 class folder: cats")
 
 
+def test_csv_files_are_named(tmp_path: Path) -> None:
+    picture(tmp_path / "pictures" / "1.png")
+    (tmp_path / "train.csv").write_text("path,label\npictures/1.png,cat\n")
+    check_refused(tmp_path, "--dataset csv")
+
+
 def test_classes_without_pictures(tmp_path: Path) -> None:
     two_halves(tmp_path)
     (tmp_path / "train" / "cow").mkdir()

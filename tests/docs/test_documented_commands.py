@@ -94,7 +94,7 @@ NOT_EXECUTED = {
     "train cifar10-resnet18 --output-dir s3://my-bucket/night/resnet18": _STORE,
     "train cifar10-resnet18 --output-dir s3://my-bucket/night/resnet18 --resume auto": _STORE,
     "plan imagenet-resnet50 --data-dir s3://BUCKET/imagenet --cache-gb 160": _STORE_DATA,
-    "train imagenet-resnet50 --data-dir s3://BUCKET/imagenet --cache-dir /local/cache --cache-gb 160": _STORE_DATA,
+    "train imagenet-resnet50 --data-dir s3://BUCKET/imagenet --cache-gb 160": _STORE_DATA,
     "train cifar10-swin --data-dir data": _EXTRA,
     "train cifar10-timm --data-dir data": _EXTRA,
     "train cifar10-timm --model-name timm:convnext_tiny --data-dir data": _EXTRA,
@@ -104,7 +104,6 @@ STAND_INS = {
     "RUN": "runs/first",
     "RUN/config.yaml": "runs/first/config.yaml",
     "/scratch/data": "data",
-    "/local/cache": "cache",
     "proxy": "runs/first",
     "RECIPE": "shapes-cnn",
     "PICTURE...": "PICTURES/red/0.png",
@@ -174,10 +173,15 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _write_large_sets(folder: Path) -> None:
-    """Small sets in the layouts of large ones: WebDataset, zip, ImageNet, Tiny ImageNet."""
+    """Small sets in the layouts of large ones: WebDataset, zip, CSV files, ImageNet, Tiny ImageNet."""
     parts = make_pictures(folder / "made", {"train": 10, "val": 3})
     write_webdataset(parts, folder / "DATA")
     write_zip(parts, folder / "pictures.zip")
+    shutil.copytree(parts, folder / "LISTED")
+    for part, name in (("train", "train"), ("val", "test")):
+        paths = [path.relative_to(parts) for path in pictures_of(parts / part)]
+        lines = ["path,label", *(f"{path},{path.parts[1]}" for path in paths)]
+        (folder / "LISTED" / f"{name}.csv").write_text("\n".join(lines) + "\n")
     shutil.copytree(parts, folder / "IMAGENET")
     for picture in pictures_of(parts):
         part, label, name = picture.relative_to(parts).parts

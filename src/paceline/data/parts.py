@@ -89,6 +89,10 @@ def require_class_folders(folder: Path) -> list[str]:
     names = _folders_in(folder)
     if len(names) > 1:
         return names
+    if has_tables(folder):
+        error = no_training_data(folder, "CSV files that list pictures")
+        error.hint = "--dataset csv, which reads them"
+        raise error
     if not names:
         raise no_training_data(folder, "no class folder")
     error = no_training_data(folder, f"1 class folder: {names[0]}")
