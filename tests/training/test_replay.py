@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.ranks import run_ranks
 from harness.runs import quick_config, train_in
+from paceline.checkpoints.format import MANIFEST, Manifest, read_manifest
 from paceline.checkpoints.ledger import hash_tensors
 from paceline.checkpoints.resume import reader_of
 from paceline.checkpoints.store import open_checkpoint
@@ -82,3 +86,19 @@ def test_steps_that_do_not_exist_are_refused(run: Path) -> None:
         replay.start_at(18)
         with pytest.raises(UserError, match="does not have this step"):
             list(replay.steps(19))
+
+
+@pytest.mark.parametrize("number", [-1, 10**7, 2**40, 1.5, "x", None, [1]])
+def test_impossible_numbers_of_ranks_and_threads_are_not_used(run: Path, tmp_path: Path, number: Any) -> None:
+    """The folder may be a stranger's. So many threads would end this process."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    results = json.loads((copy / "results.json").read_text())
+    results["process_metrics"][0]["threads"] = number
+    (copy / "results.json").write_text(json.dumps(results))
+    for path in (copy / "checkpoints").glob("step-*"):
+        manifest = read_manifest(path)
+        (path / MANIFEST).write_bytes(Manifest(manifest.files, {**manifest.about, "world_size": number}).to_bytes())
+    with Replay(copy) as replay:
+        replay.start_at(7)
+        assert (replay.trained.ranks, replay.trained.threads) == (1, 0)

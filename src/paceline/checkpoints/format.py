@@ -25,6 +25,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from paceline.runs.json_files import COUNT, Fields, fit
 from paceline.runs.patience import UnreadableNow
 from paceline.settings.small_files import parse_json
 
@@ -44,6 +45,7 @@ _SEAL = ',\n "crc32": "%08x"\n}\n'
 _SEAL_BYTES = len(_SEAL % 0)
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MOST_DIMENSIONS = 64
+_ABOUT = Fields(optional={"world_size": COUNT})
 # The file is missing, or is not a plain file: a link (not followed), a folder or a pipe.
 _NOT_A_FILE = errno.EISDIR
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, _NOT_A_FILE)
@@ -110,7 +112,7 @@ def parse_manifest(raw: bytes) -> Manifest:
     _check_seal(raw)
     try:
         body = parse_json(raw)
-        schema, about = int(body["schema"]), dict(body["about"])
+        schema, about = int(body["schema"]), fit(body["about"], _ABOUT)
         if schema != SCHEMA_VERSION:
             kind = NewerSchema if schema > SCHEMA_VERSION else DamagedCheckpoint
             raise kind(Damage(MANIFEST, f"schema {SCHEMA_VERSION}", f"schema {str(schema)[:20]}"))

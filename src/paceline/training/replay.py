@@ -27,6 +27,7 @@ from paceline.data.loader import Batch
 from paceline.errors import CheckpointError, UserError
 from paceline.metrics.console import Console
 from paceline.runs.folder import RunFolder, require_run_folder
+from paceline.runs.json_files import Number, fit
 from paceline.runs.place import RunPlace
 from paceline.runs.trust import require_trusted_code
 from paceline.runtime.detect import ALONE, build_world
@@ -41,6 +42,8 @@ from paceline.training.epoch import take_steps
 from paceline.training.guards import Guards, Stragglers
 from paceline.training.session import TrainingSession
 from paceline.training.state import TrainState
+
+_THREADS, _RANKS = Number(0, 1024, is_whole=True), Number(1, 2**20, is_whole=True)
 
 
 @dataclass(frozen=True)
@@ -208,9 +211,11 @@ class Replay:
         ranks, threads = 1, 0
         with suppress(OSError, ValueError, KeyError, TypeError, IndexError):  # the run may not have ended
             entries = read_json_object(RunFolder(self.run).results)["process_metrics"]
-            ranks, threads = len(entries), int(entries[0]["threads"])
+            ranks, threads = len(entries), fit(entries[0]["threads"], _THREADS)
         if checkpoint is not None:
-            ranks = int(checkpoint.manifest.about.get("world_size", 1))
+            ranks = 1
+            with suppress(ValueError):  # the folder may be a stranger's
+                ranks = fit(checkpoint.manifest.about.get("world_size"), _RANKS)
         return RanksOfRun(ranks, config.parallel.lanes or ranks, threads, config.parallel.exact)
 
     def _observe(self, phase: str, step: int) -> None:

@@ -219,7 +219,8 @@ def _check_test(
         findings.add("not proved", "results", "the test cannot be repeated here: the run has no checkpoint")
         return
     best = pointed_at(replay.run / "checkpoints", "best")
-    step = step_of(best) if best is not None else int(last.state.get("best_step", 0)) or last.step
+    said = last.state.get("best_step")
+    step = step_of(best) if best is not None else said if isinstance(said, int) and said > 0 else last.step
     checkpoint = next((one for one in sound if one.step == step), None)
     if checkpoint is None:
         findings.add("not proved", "results", f"the test used the checkpoint of step {step}, which is not stored")
@@ -227,9 +228,10 @@ def _check_test(
     if step <= first_start(links) and links["data"]["accepted"]:
         findings.add("not proved", "results", f"the test used the checkpoint of step {step}, of other data")
         return
-    if checkpoint.state.get("best_epoch") != link.get("best_epoch"):
-        text = f"best_epoch: {link.get('best_epoch')} in the receipt, {checkpoint.state.get('best_epoch')} in it"
-        findings.add("different", "results", f"the best checkpoint is of step {step}\n{text}")
+    is_best = checkpoint.state.get("best_step") in (0, step)
+    if not is_best or checkpoint.state.get("best_epoch") != link.get("best_epoch"):
+        text = f"the best epoch is {link.get('best_epoch')}, and the test used the checkpoint of step {step}"
+        findings.add("different", "results", text)
         return
     try:
         replay.start_at(step)
