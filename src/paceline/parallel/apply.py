@@ -169,6 +169,12 @@ def resolve_strategy(config: Config, world_size: int) -> str:
     return config.parallel.strategy
 
 
+def needs_group(config: Config, world: World) -> bool:
+    """Whether a single rank needs a process group: shards, and a real exchange through NCCL."""
+    strategy = resolve_strategy(config, world.world_size)
+    return strategy in SHARDED or (strategy == "ddp" and world.backend == "nccl")
+
+
 def num_shards(strategy: str, world: World) -> int:
     """The parts that each parameter is cut into."""
     if strategy not in SHARDED:

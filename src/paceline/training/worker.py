@@ -28,7 +28,7 @@ from paceline.errors import (
 )
 from paceline.metrics.safe_output import describe_console_loss, keep_console_in, send_console_to, write_at_once
 from paceline.metrics.screen import ScreenLog, say
-from paceline.parallel.apply import resolve_strategy
+from paceline.parallel.apply import needs_group
 from paceline.parallel.collectives import broadcast_text, gather_texts
 from paceline.runs.catalog import recipe_of
 from paceline.runs.environment import describe_environment
@@ -51,7 +51,7 @@ from paceline.runtime.detect import RankEnvironment, World, identify_job
 from paceline.runtime.group import allow_suspension, prepare_rank, process_group
 from paceline.runtime.this_rank import leave_error_file, reported_to
 from paceline.settings.load import LoadedConfig, to_yaml
-from paceline.settings.schema import SHARDED, Config
+from paceline.settings.schema import Config
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
 from paceline.training.objective import explain_own_code
@@ -69,10 +69,8 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> Results:
     config = loaded.config
     guards = open_guards(config, environment)
     world = prepare_rank(config.parallel, environment)
-    strategy = resolve_strategy(config, world.world_size)
-    needs_group = strategy in SHARDED or (strategy == "ddp" and world.backend == "nccl")
     with ExitStack() as held:
-        with process_group(world, environment, needed=needs_group):
+        with process_group(world, environment, needed=needs_group(config, world)):
             config = require_same_ranks(name_teacher(config), world)
             loaded = dataclasses.replace(loaded, config=config)
             place = _agree_on_place(loaded, world, environment)

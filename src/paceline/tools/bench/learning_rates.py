@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paceline
-from paceline.parallel.apply import resolve_strategy
+from paceline.parallel.apply import needs_group
 from paceline.reports.charts import Chart, Mark, Series, Table
 from paceline.reports.page import Section, write_page
 from paceline.runtime.detect import RankEnvironment, World
 from paceline.runtime.group import prepare_rank, process_group
 from paceline.runtime.pulse import Pulse, open_pulse
-from paceline.settings.schema import SHARDED, Config
+from paceline.settings.schema import Config
 from paceline.tools.bench.data import endless_batches
 from paceline.training.components import build_components
 from paceline.training.same_ranks import require_same_ranks
@@ -60,8 +60,7 @@ def find_rates(config: Config, environment: RankEnvironment, rates: tuple[float,
     """Run the sweep as this rank, together with all others."""
     with open_pulse(environment.rank, is_supervised=environment.is_supervised, allowed_s=_START_S) as pulse:
         world = prepare_rank(config.parallel, environment)
-        needs_group = resolve_strategy(config, world.world_size) in SHARDED
-        with process_group(world, environment, needed=needs_group):
+        with process_group(world, environment, needed=needs_group(config, world)):
             require_same_ranks(config, world)
             return sweep(config, world, rates, steps, pulse)
 

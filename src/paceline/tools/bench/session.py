@@ -16,13 +16,13 @@ import paceline
 from paceline.metrics.screen import format_rate, format_size, format_time
 from paceline.metrics.timing import gather_numbers
 from paceline.metrics.verdict import DENSE, MUCH, Conditions, faster_arithmetic, faster_data, less_exchange
-from paceline.parallel.apply import resolve_strategy
+from paceline.parallel.apply import needs_group, resolve_strategy
 from paceline.parallel.collectives import broadcast_text, wait_for_all
 from paceline.runtime.detect import RankEnvironment, World
 from paceline.runtime.group import prepare_rank, process_group
 from paceline.runtime.pulse import Pulse, open_pulse
 from paceline.runtime.resources import usable_cores
-from paceline.settings.schema import SHARDED, Config
+from paceline.settings.schema import Config
 from paceline.tools.bench import collectives
 from paceline.tools.bench.collectives import Fit, Row
 from paceline.tools.bench.data import DataResult, measure_data
@@ -88,8 +88,7 @@ def run_rank(request: BenchRequest, environment: RankEnvironment, show: ShowPart
 def _join_and_measure(request: BenchRequest, environment: RankEnvironment, show: ShowPart, pulse: Pulse) -> BenchReport:
     config = request.config
     world = prepare_rank(config.parallel, environment)
-    needs_group = request.needs_recipe and resolve_strategy(config, world.world_size) in SHARDED
-    with process_group(world, environment, needed=needs_group):
+    with process_group(world, environment, needed=request.needs_recipe and needs_group(config, world)):
         require_same_ranks(config, world)
         return _measure(request, world, pulse, show)
 
