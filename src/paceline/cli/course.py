@@ -88,9 +88,9 @@ def start_course(settings: Start) -> int:
     folder = settings.folder
     new, kept = start(folder)
     if new:
-        print(f"{len(new)} exercises are in {folder}")
+        print(f"exercises copied to {folder}: {len(new)}")
     if kept:
-        print(f"{len(kept)} were there already and stay as they are")
+        print(f"not changed, because they exist already: {len(kept)}")
     place = "" if folder == DEFAULT else f"cd {folder}; "
     print(f"next:   {place}paceline course show 1, then fill {new[0] if new else kept[0]}")
     return EXIT_FINISHED

@@ -23,8 +23,8 @@ def test_start_copies_the_exercises_and_keeps_filled_ones(tmp_path: Path) -> Non
     mine.write_text("# mine\n")
     (tmp_path / "course-work" / "01_shapes_and_batches.py").unlink()
     again = paceline("course", "start", cwd=tmp_path)
-    assert "1 exercises are in course-work" in again.out
-    assert "11 were there already" in again.out
+    assert "exercises copied to course-work: 1" in again.out
+    assert "they exist already: 11" in again.out
     assert mine.read_text() == "# mine\n"
 
 
