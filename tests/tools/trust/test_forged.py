@@ -63,6 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "x.npy", values.normal(size=(200, 8)).astype(np.float32))
     np.save(folder / "y.npy", values.integers(0, 3, size=200))
     (folder / "mine.py").write_text(CODE)
+    custom.load.cache_clear()  # a process calls the function of a data set once
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         config = load_config("synthetic-mlp", FLAGS).config

@@ -154,19 +154,20 @@ def rewrite_receipt(run: Path, change: Callable[[dict[str, Any]], None]) -> None
     (run / "receipt.json").write_text(json.dumps(make_receipt("run", links)))
 
 
-def forge_a_loss(run: Path) -> None:
+def forge_a_norm(run: Path) -> None:
+    """Not a loss: metrics.jsonl has the means of the losses."""
     trace = bytearray((run / "steps.f64").read_bytes())
-    struct.pack_into("<d", trace, 16 * 10, 0.5)  # of step 11
+    struct.pack_into("<d", trace, 16 * 10 + 8, 0.5)  # of step 11
     (run / "steps.f64").write_bytes(trace)
     rewrite_receipt(run, lambda links: links["metrics"].update({"steps.f64": hash_file(run / "steps.f64")}))
 
 
 def test_a_forged_step_with_a_new_chain_is_found_by_its_replay(copy: Path) -> None:
-    forge_a_loss(copy)
+    forge_a_norm(copy)
     assert differing(check(copy)) == []
     (finding,) = check(copy, EVERYTHING).of("different")
     assert finding.what == "steps"
-    assert finding.text.startswith("step 11: loss 0.5 ")
+    assert finding.text.startswith("step 11: gradient norm 0.5 ")
 
 
 def test_a_broken_chain_is_named_and_the_rest_is_checked(copy: Path) -> None:
@@ -222,7 +223,7 @@ def test_stretches_end_at_saved_checkpoints_and_keep_to_the_limit() -> None:
 
 
 def test_ranks_without_exact_are_compared_within_a_tolerance(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank rounds the sums of two ranks differently. A forged loss is found if it is off by more."""
+    """One rank rounds the sums of two ranks differently. A forged norm is found if it is off by more."""
     monkeypatch.chdir(made)
     monkeypatch.setenv("PACELINE_TRUST_CODE", "1")
     custom.load.cache_clear()
@@ -242,5 +243,5 @@ def test_ranks_without_exact_are_compared_within_a_tolerance(made: Path, monkeyp
     monkeypatch.undo()
     monkeypatch.chdir(made)
     monkeypatch.setenv("PACELINE_TRUST_CODE", "1")
-    forge_a_loss(run)
+    forge_a_norm(run)
     assert differing(check(run, EVERYTHING)) == ["steps"]
