@@ -81,6 +81,7 @@ def test_pictures_with_such_names_are_read(tmp_path: Path) -> None:
     json.loads((tmp_path / "packed" / "packed.json").read_text())
 
 
+@pytest.mark.long
 def test_a_run_in_a_folder_with_such_a_name(tmp_path: Path) -> None:
     """The working directory may have any name. The files of a run are readable."""
     home = tmp_path / BAD

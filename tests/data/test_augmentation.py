@@ -66,6 +66,7 @@ def test_all_ranks_together_have_the_samples_of_one_rank(epoch: int) -> None:
     assert is_mixed.any() == (epoch == 0)  # --mix-epochs 1
 
 
+@pytest.mark.long
 def test_all_augmentations_have_the_same_bits_on_any_number_of_ranks_and_after_a_stop(tmp_path: Path) -> None:
     flags = ("--exact", "--lanes", "4", *EVERYTHING)
     for ranks in (1, 2, 4):

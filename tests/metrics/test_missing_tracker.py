@@ -21,6 +21,7 @@ def train(*arguments: str, cwd: Path, hidden: dict[str, str]) -> Answer:
     return paceline("train", *arguments, cwd=cwd, env=hidden)
 
 
+@pytest.mark.long
 def test_the_config_of_a_run_is_trained_again_without_its_default_tracker(
     tmp_path: Path, hidden: dict[str, str]
 ) -> None:

@@ -59,6 +59,7 @@ def test_another_number_of_lanes_gives_other_bits(tmp_path: Path) -> None:
     assert hashes(tmp_path / "2") != hashes(tmp_path / "4")
 
 
+@pytest.mark.long
 def test_changing_the_world_size_changes_no_bit(tmp_path: Path) -> None:
     run_ranks(1, train_in, str(tmp_path / "whole"), EXACT)
     moved = str(tmp_path / "moved")

@@ -48,6 +48,7 @@ def norms(folder: Path) -> list[float]:
     return [row["grad_norm"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"]
 
 
+@pytest.mark.long
 def test_losses_and_norms_equal_those_of_ddp_and_fsdp(runs: dict[str, Path]) -> None:
     for other in ("ddp", "fsdp"):
         assert step_losses(runs["hsdp"]) == pytest.approx(step_losses(runs[other]), abs=TOLERANCE)
@@ -55,6 +56,7 @@ def test_losses_and_norms_equal_those_of_ddp_and_fsdp(runs: dict[str, Path]) -> 
     assert read_results(runs["hsdp"])["test_accuracy"] == read_results(runs["ddp"])["test_accuracy"]
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_each_shard_once(runs: dict[str, Path]) -> None:
     files = {}
     for strategy in ("fsdp", "hsdp"):

@@ -96,6 +96,7 @@ def test_threads_that_claim_at_once_get_one_folder_each(tmp_path: Path, monkeypa
     assert len(set(paths)) == len(paths) == 8 * 40
 
 
+@pytest.mark.long
 def test_fake_clock_rehearsals_in_one_second_have_one_folder_each(tmp_path: Path) -> None:
     variables = stop_clock(tmp_path / "clock")
     words = [sys.executable, "-m", "paceline", "train", *QUICK, "--processes=1", "--rehearse"]
@@ -103,6 +104,7 @@ def test_fake_clock_rehearsals_in_one_second_have_one_folder_each(tmp_path: Path
     assert made(tmp_path, "synthetic-mlp-rehearsal") == EXPECTED
 
 
+@pytest.mark.long
 def test_fake_clock_runs_under_torchrun_in_one_second_have_one_folder_each(tmp_path: Path) -> None:
     """The ranks of each run use the folder that their primary has claimed."""
     variables = stop_clock(tmp_path / "clock")

@@ -37,6 +37,7 @@ def answer(folder: Path) -> tuple[str, list[float]]:
     return read_results(folder)["weights_sha256"], step_losses(folder)
 
 
+@pytest.mark.long
 def test_one_and_two_ranks_and_a_resumed_run_are_equal(tmp_path: Path, proxies: list[Path]) -> None:
     keep = ("--keep-share", "0.4", "--keep-by", str(proxies[0]))
     for size in (1, 2):

@@ -59,7 +59,7 @@ def metrics_without_time(folder: Path) -> list[str]:
         ("ddp", "sgd", 4),
         pytest.param("ddp", "adamw", 13, marks=pytest.mark.long),
         pytest.param("fsdp", "sgd", 13, marks=pytest.mark.long),
-        ("fsdp", "adamw", 9),
+        pytest.param("fsdp", "adamw", 9, marks=pytest.mark.long),
     ],
 )
 def test_the_same_world_size_gives_the_same_bits(tmp_path: Path, strategy: str, optimizer: str, stop: int) -> None:

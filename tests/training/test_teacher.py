@@ -128,6 +128,7 @@ def test_an_incompatible_teacher_is_refused(changes: dict[str, object], text: st
         distillation(teacher(**changes))
 
 
+@pytest.mark.long
 def test_one_and_two_ranks_and_a_resumed_run_are_equal(tmp_path: Path, teacher_run: Path) -> None:
     alone = (*SMALL, "--exact", "--lanes", "2", "--mixup-alpha", "0.2", "--augment", "light", "--model-name", "cnn")
     flags: tuple[str, ...] = (*alone, "--teacher", str(teacher_run), "--distill-temperature", "2")

@@ -31,7 +31,9 @@ def test_a_folder_with_other_files_is_refused(name: str, tmp_path: Path) -> None
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "link", "dangling link"])
+@pytest.mark.parametrize(
+    "kind", ["link", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("folder", "file", "dangling link"))]
+)
 def test_a_cell_folder_with_other_content_is_refused(kind: str, tmp_path: Path) -> None:
     """Also in the folder of a study. A link is not followed."""
     answer = paceline("study", "shapes-cnn", *FLAGS, "--output-dir=study", cwd=tmp_path)
